@@ -1,7 +1,6 @@
 """Builders of the ops: those in the table of builtin.py, and those in files of their own.
 
-A file that is added here defines the builder of the op of its name. A builder finds an op's
-compiled library in the caches, or compiles it, and opens it. Other packages add ops with
+A file that is added here defines the builder of the op of its name; other packages add ops with
 ``register``, or as entry points (user_ops.py). Importing this package compiles nothing and does not
 import torch.
 """

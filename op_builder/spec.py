@@ -1,7 +1,4 @@
-"""Base class in which an op declares its name, sources, flags and functions.
-
-Nothing here looks up or compiles a library.
-"""
+"""Base class in which an op declares its name, sources, flags and functions."""
 
 from __future__ import annotations
 

@@ -128,10 +128,8 @@ def join_rows(parts: list[torch.Tensor]) -> torch.Tensor:
 def order_by_part(row_id_map: torch.Tensor, counts: torch.Tensor, sizes: list[int]) -> None:
     """Changes a map so that rows are ordered by part of a rank's experts, then rank and expert.
 
-    Args:
-        row_id_map: of ``moe_permute.make_map``, which orders rows by rank and expert.
-        counts: ``[ranks, local experts]``, rows of each expert.
-        sizes: number of a rank's experts in each part.
+    ``row_id_map`` is ordered by rank and expert; ``counts`` ``[ranks, local experts]`` are rows of
+    each expert, and ``sizes`` the experts in each part.
     """
     ranks = counts.shape[0]
     ordered = torch.cat([part.flatten() for part in counts.split(sizes, 1)])

@@ -295,15 +295,9 @@ class _Turns:
         """
         memory = self.memory
         send(
-            piece.view(torch.uint8),
-            targets,
-            own,
-            memory.rank,
-            buffer.number,
-            memory.stream,
-            memory.fork,
-            buffer.sent,
-        )
+            piece.view(torch.uint8), targets, own, memory.rank, buffer.number, memory.stream,
+            memory.fork, buffer.sent,
+        )  # fmt: skip
 
 
 class _Gathered(Pending):

@@ -103,10 +103,8 @@ class Travel:
     """Rows that go ``there``, or with ``returns`` ``back``, and their gradient the other way.
 
     With ``wire``, what goes ``there`` travels in FP8: rows in the recipe's format of inputs,
-    gradients in that of gradients. What goes ``back`` is summed, and keeps its dtype.
-
-    Attributes:
-        arrival: waits for what is on its way.
+    gradients in that of gradients. What goes ``back`` is summed, and keeps its dtype. ``arrival``
+    waits for what is on its way.
     """
 
     def __init__(self, way: Way, wire: BlockScaling | None, returns: bool = False) -> None:

@@ -85,10 +85,9 @@ def split_losses(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Computes losses of logits ``[rows, width]`` by one all-reduce by maximum and one by sum.
 
-    Returns:
-        losses: ``[rows]`` fp32, 0 for ignored rows, NaN for invalid targets.
-        largest: ``[rows]`` fp32, the largest logit of each row on any rank.
-        exp_sum: ``[rows]`` fp32, the sum of exp(logit - largest) over all ranks.
+    Returns fp32 ``[rows]`` each: ``losses``, 0 for ignored rows and NaN for invalid targets;
+    ``largest``, the largest logit on any rank; ``exp_sum``, the sum of exp(logit - largest) over
+    all ranks.
     """
     own_largest, sums = _local_sums(rows, targets, label_smoothing > 0)
     largest = own_largest.clone()
@@ -170,12 +169,10 @@ def _pieces(rows: torch.Tensor, elements: int) -> Iterator[slice]:
 def _local_sums(
     rows: torch.Tensor, targets: SplitTargets, with_sum: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns what the logits ``[rows, width]`` of this rank contribute to the losses.
+    """Returns what the logits ``[rows, width]`` of this rank contribute to the losses, in fp32.
 
-    Returns:
-        largest: ``[rows]`` fp32, the largest logit of each row.
-        sums: ``[3, rows]`` fp32: the sum of exp(logit - largest), the target's logit or 0, and the
-            sum of the logits or 0.
+    ``largest`` ``[rows]`` is the largest logit of each row; ``sums`` ``[3, rows]`` are the sum of
+    exp(logit - largest), the target's logit or 0, and the sum of the logits or 0.
     """
     stats = rows.new_empty(len(rows), 2, dtype=torch.float32)
     # The op leaves ignored rows out; here the statistics of all rows are wanted, for any target.

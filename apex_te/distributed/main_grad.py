@@ -25,10 +25,9 @@ _QUANTUM = 4096  # numbers that the first collective of a group has, and by whic
 class _Agreed:
     """Cache, for one process group, of what earlier calls found its ranks to agree on.
 
-    Attributes:
-        capacity: number of int32 elements of the first all-reduce in a call, equal on all ranks.
-        sent: device tensors of the numbers (header, then a 1 for each gradient) that this rank sent
-            with all gradients, by device and header; they save a repeated call the copy.
+    ``capacity`` is the number of int32 elements of a call's first all-reduce. ``sent`` are device
+    tensors of the numbers that this rank sent with all gradients, by device and header; they save a
+    repeated call the copy.
     """
 
     def __init__(self) -> None:

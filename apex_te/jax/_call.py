@@ -170,14 +170,10 @@ def call(
     if not plan.outputs:
         raise TypeError(f"{function}: at least one result must be asked for, got none")
     written = primitive.bind(
-        *_partition.vary_alike(plan.operands),
-        op=op,
-        function=function,
-        buffers=tuple(plan.buffers),
-        scalars=tuple(plan.scalars),
-        outputs=tuple(plan.outputs),
+        *_partition.vary_alike(plan.operands), op=op, function=function,
+        buffers=tuple(plan.buffers), scalars=tuple(plan.scalars), outputs=tuple(plan.outputs),
         aliases=tuple(plan.aliases),
-    )
+    )  # fmt: skip
     return {
         name: written[first] if count is None else list(written[first : first + count])
         for name, first, count in plan.places

@@ -149,14 +149,9 @@ def _register(op: str, function: str, platform: str) -> None:
     is_capturable = platform == "cuda" and function not in _NOT_CAPTURABLE
     error = ctypes.create_string_buffer(512)
     handler = _handlers().apex_te_jax_bind(
-        function.encode(),
-        signature,
-        address,
-        _DEVICE_TYPES[platform],
-        is_capturable,
-        error,
+        function.encode(), signature, address, _DEVICE_TYPES[platform], is_capturable, error,
         len(error),
-    )
+    )  # fmt: skip
     if not handler:
         raise RuntimeError(error.value.decode())
     stages: Any = {"execute": jax.ffi.pycapsule(handler)}

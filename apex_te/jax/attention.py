@@ -253,16 +253,9 @@ def _fused(
         local = (left, 0 if is_causal else right)
     shown = None if mask is None else ~jnp.broadcast_to(mask, (*mask.shape[:2], sq, sk))
     out = jax.nn.dot_product_attention(
-        query,
-        key,
-        value,
-        None if bias is None else bias.astype(query.dtype),
-        shown,
-        scale=scale,
-        is_causal=is_causal,
-        local_window_size=local,
-        implementation="cudnn",
-    )
+        query, key, value, None if bias is None else bias.astype(query.dtype), shown, scale=scale,
+        is_causal=is_causal, local_window_size=local, implementation="cudnn",
+    )  # fmt: skip
     visible = _visible(mask, is_causal, window, sq, sk, 0)
     if mask is None and not (window is not None and sq > sk):
         return out

@@ -93,13 +93,10 @@ def entered(state: Mapping[str, Any], recipe: DelayedScaling) -> dict[str, Any]:
         )
     made = amax_scale_update(
         [state["amax_history_fwd"], state["amax_history_bwd"]],
-        [state["scale_fwd"], state["scale_bwd"]],
-        [state["scale_inv_fwd"], state["scale_inv_bwd"]],
-        [limits.max_fwd, limits.max_bwd],
-        margin=recipe.margin,
-        algo=str(recipe.amax_compute_algo),
+        [state["scale_fwd"], state["scale_bwd"]], [state["scale_inv_fwd"], state["scale_inv_bwd"]],
+        [limits.max_fwd, limits.max_bwd], margin=recipe.margin, algo=str(recipe.amax_compute_algo),
         pow2=recipe.scaling_factor_compute_algo == "pow2",
-    )
+    )  # fmt: skip
     names = ("amax_history", "scale", "scale_inv")
     moved = {
         f"{name}_{way}": each

@@ -165,13 +165,9 @@ class _BiasDropoutAdd(OpFunction):
         needs_x, needs_bias = ctx.needs_input_grad[:2]
         passes_dout = ctx.p == 0.0 and dout.dtype == ctx.x_dtype
         dx, dbias = bias_dropout_add_bwd(
-            dout,
-            seed,
-            ctx.p,
-            x_dtype=ctx.x_dtype if needs_x and not passes_dout else None,
-            bias_dtype=ctx.bias_dtype if needs_bias else None,
-            mask=mask,
-        )
+            dout, seed, ctx.p, x_dtype=ctx.x_dtype if needs_x and not passes_dout else None,
+            bias_dtype=ctx.bias_dtype if needs_bias else None, mask=mask,
+        )  # fmt: skip
         return dout if needs_x and passes_dout else dx, dbias, dout, None, None
 
 

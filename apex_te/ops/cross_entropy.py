@@ -231,14 +231,9 @@ class _CrossEntropy(OpFunction):
             ctx.in_place = in_place
         num_valid = count_valid(targets, ignore_index) if reduction == "mean" else None
         loss = cross_entropy_fwd(
-            rows,
-            targets,
-            grad=grad,
-            stats=stats,
-            num_valid=num_valid,
-            ignore_index=ignore_index,
+            rows, targets, grad=grad, stats=stats, num_valid=num_valid, ignore_index=ignore_index,
             label_smoothing=label_smoothing,
-        )
+        )  # fmt: skip
         if ctx.with_scale:
             ctx.save_for_backward(grad, targets)
             ctx.options = ignore_index, label_smoothing
@@ -273,16 +268,9 @@ class _CrossEntropy(OpFunction):
             else:
                 grad = made if ctx.once else made.clone()
             cross_entropy_bwd(
-                rows,
-                targets,
-                stats,
-                factor,
-                grad,
-                num_valid=num_valid,
-                ignore_index=ignore_index,
-                label_smoothing=label_smoothing,
-                made=made is not None,
-            )
+                rows, targets, stats, factor, grad, num_valid=num_valid, ignore_index=ignore_index,
+                label_smoothing=label_smoothing, made=made is not None,
+            )  # fmt: skip
         return grad.view(ctx.shape), None, None, None, None, None
 
 

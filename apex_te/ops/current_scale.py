@@ -81,15 +81,9 @@ def current_scale(
     x = fp8_output.contiguous_matrix("current_scale", x)
     given = [t for t in (out_rowwise, out_columnwise) if t is not None]
     row, col = fp8_output.outputs(
-        "current_scale",
-        x,
-        fp8_dtype,
-        rowwise,
-        columnwise,
-        out_rowwise,
-        out_columnwise,
+        "current_scale", x, fp8_dtype, rowwise, columnwise, out_rowwise, out_columnwise,
         pad_columnwise,
-    )
+    )  # fmt: skip
     if amax is None:
         amax, scale, scale_inv = fp8_output.float_scalars(x, 3)
         amaxes = x.new_empty(fp8_output.MAX_AMAXES, dtype=torch.float32)

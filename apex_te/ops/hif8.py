@@ -142,15 +142,9 @@ def quantize(
     x = fp8_output.contiguous_matrix("hif8_quantize", x)
     given = [t for t in (out_rowwise, out_columnwise, amax) if t is not None]
     row, col = fp8_output.outputs(
-        "hif8_quantize",
-        x,
-        torch.uint8,
-        rowwise,
-        columnwise,
-        out_rowwise,
-        out_columnwise,
+        "hif8_quantize", x, torch.uint8, rowwise, columnwise, out_rowwise, out_columnwise,
         pad_columnwise,
-    )
+    )  # fmt: skip
     (scale_inv,) = fp8_output.float_scalars(x, 1)
     _quantize(x, scale, row, col, amax, scale_inv, saturate)
     note_written(*given)
@@ -207,15 +201,9 @@ def quantize_current(
     x = fp8_output.contiguous_matrix("hif8_current", x)
     given = [t for t in (out_rowwise, out_columnwise) if t is not None]
     row, col = fp8_output.outputs(
-        "hif8_current",
-        x,
-        torch.uint8,
-        rowwise,
-        columnwise,
-        out_rowwise,
-        out_columnwise,
+        "hif8_current", x, torch.uint8, rowwise, columnwise, out_rowwise, out_columnwise,
         pad_columnwise,
-    )
+    )  # fmt: skip
     if amax is None:
         amax, scale, scale_inv = fp8_output.float_scalars(x, 3)
         amaxes = x.new_empty(fp8_output.MAX_AMAXES, dtype=torch.float32)

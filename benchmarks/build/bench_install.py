@@ -45,13 +45,9 @@ def timed(command: list[str], cpus: int | None = None, **variables: str) -> dict
     allowed = sorted(os.sched_getaffinity(0))[:cpus]
     before, begin = cpu_seconds(), time.perf_counter()
     done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
+        command, cwd=ROOT, env={**os.environ, **variables}, capture_output=True, text=True,
         preexec_fn=lambda: os.sched_setaffinity(0, allowed),
-    )
+    )  # fmt: skip
     if done.returncode != 0:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout[-4000:]}{done.stderr[-4000:]}")
     return {"s": time.perf_counter() - begin, "cpu s": cpu_seconds() - before, "cpus": len(allowed)}

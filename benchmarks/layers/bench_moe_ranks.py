@@ -58,17 +58,10 @@ def layer_of(sizes: Sizes, device: torch.device, wire: str | None) -> apex_te.Mo
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     layer = apex_te.MoELayer(
-        sizes.hidden,
-        sizes.ffn,
-        sizes.experts * distributed.get_world_size(),
-        sizes.top_k,
-        score_function="sigmoid",
-        expert_group=distributed.group.WORLD,
-        wire=wire,
-        fuse_wgrad_accumulation=True,
-        params_dtype=dtype,
-        device=device,
-    )
+        sizes.hidden, sizes.ffn, sizes.experts * distributed.get_world_size(), sizes.top_k,
+        score_function="sigmoid", expert_group=distributed.group.WORLD, wire=wire,
+        fuse_wgrad_accumulation=True, params_dtype=dtype, device=device,
+    )  # fmt: skip
     for weight in (layer.fc1.weight, layer.fc2.weight):
         weight.main_grad = torch.zeros(weight.shape, device=device)
     return layer

@@ -21,16 +21,36 @@ void check_vectors(const Args& args, const GroupedCast& p) {
        args.name(), static_cast<long long>(cols));
 }
 
+template <typename Launch>
+void with_gather(const GroupedCast& p, const Launch& launch) {
+  with_dtype(p.from.dtype, [&](auto zero) {
+    launch(zero, Gather{{}, p.from.row_of, p.from.tokens, p.from.factor});
+  });
+}
+void cast_groups(const GroupedCast& p, cudaStream_t stream) {
+  if (!p.from.row_of)
+    return p.from.grad ? launch_gated_gradient(p, stream) : launch_gated(p, stream);
+  with_gather(
+      p, [&](auto zero, const Gather& rows) { launch_groups<decltype(zero)>(p, rows, stream); });
+}
+template <bool kDivides>
+void cast_blocks(const GroupedCast& p, cudaStream_t stream) {
+  if (!p.from.row_of)
+    return p.from.grad ? launch_gated_gradient_blocks<kDivides>(p, stream)
+                       : launch_gated_blocks<kDivides>(p, stream);
+  with_gather(p, [&](auto zero, const Gather& rows) {
+    launch_blocks<decltype(zero), kDivides>(p, rows, stream);
+  });
+}
+
 void run_cast(Args& args, bool in_blocks) {
   const GroupedCast p = check_grouped_cast(args, in_blocks);
   check_vectors(args, p);
   const DeviceGuard guard(args.device_id());
   const auto stream = static_cast<cudaStream_t>(args.stream());
-  if (!p.from.row_of)
-    return p.from.grad ? launch_gated_gradient(p, stream) : launch_gated(p, stream);
-  with_dtype(p.from.dtype, [&](auto zero) {
-    launch_cast<decltype(zero)>(p, Gather{{}, p.from.row_of, p.from.tokens, p.from.factor}, stream);
-  });
+  if (!in_blocks) return cast_groups(p, stream);
+  with_divides(p.blocks.rule,
+               [&](auto divides) { cast_blocks<decltype(divides)::value>(p, stream); });
 }
 
 }  // namespace

@@ -9,8 +9,22 @@
 
 namespace apex_te {
 
+// With one scale for each group, and in blocks by rules that divide or multiply: a file each, since
+// they take long to compile.
 void launch_gated(const GroupedCast& p, cudaStream_t stream);
 void launch_gated_gradient(const GroupedCast& p, cudaStream_t stream);
+template <bool kDivides>
+void launch_gated_blocks(const GroupedCast& p, cudaStream_t stream);
+template <bool kDivides>
+void launch_gated_gradient_blocks(const GroupedCast& p, cudaStream_t stream);
+template <>
+void launch_gated_blocks<false>(const GroupedCast& p, cudaStream_t stream);
+template <>
+void launch_gated_blocks<true>(const GroupedCast& p, cudaStream_t stream);
+template <>
+void launch_gated_gradient_blocks<false>(const GroupedCast& p, cudaStream_t stream);
+template <>
+void launch_gated_gradient_blocks<true>(const GroupedCast& p, cudaStream_t stream);
 
 namespace {
 
@@ -299,13 +313,13 @@ struct GatedGradient {
   }
 };
 
+template <typename T, bool kDivides, typename Source>
+void launch_blocks(const GroupedCast& p, const Source& source, cudaStream_t stream) {
+  const AnyFormat<kDivides> format{p.blocks.fp8 == DType::kE5M2};
+  launch_1x128<T, true>(p.blocks, source, format, stream);
+}
 template <typename T, typename Source>
-void launch_cast(const GroupedCast& p, const Source& source, cudaStream_t stream) {
-  if (p.in_blocks)
-    return with_divides(p.blocks.rule, [&](auto divides) {
-      const AnyFormat<decltype(divides)::value> format{p.blocks.fp8 == DType::kE5M2};
-      launch_1x128<T, true>(p.blocks, source, format, stream);
-    });
+void launch_groups(const GroupedCast& p, const Source& source, cudaStream_t stream) {
   Params params = params_of(p.groups);
   params.x = p.from.x;
   launch_tiles<T, true>(params, Pointers{}, 1, source, AnyFormat<>{p.groups.codes == DType::kE5M2},
@@ -323,6 +337,26 @@ void with_gated(const Produced& p, const Launch& launch) {
     if constexpr (decltype(kind)::value == Activation::kSwish)
       if (p.interleaved) return with(std::true_type{}, std::true_type{});
     p.bias ? with(std::true_type{}, std::false_type{}) : with(std::false_type{}, std::false_type{});
+  });
+}
+
+// Calls launch(zero, source) with the gated rows of a call, or with their gradient.
+template <typename Launch>
+void with_gated_source(const GroupedCast& p, const Launch& launch) {
+  with_gated(p.from, [&](auto zero, auto kind, auto has_bias, auto interleaved) {
+    launch(zero,
+           Gated<decltype(kind)::value, decltype(has_bias)::value, decltype(interleaved)::value>{
+               p.from.factor, p.from.bias, p.from.clamp});
+  });
+}
+template <typename Launch>
+void with_gradient_source(const GroupedCast& p, const Launch& launch) {
+  with_gated(p.from, [&](auto zero, auto kind, auto has_bias, auto interleaved) {
+    const Produced& from = p.from;
+    using Source = GatedGradient<decltype(kind)::value, decltype(has_bias)::value,
+                                 decltype(interleaved)::value>;
+    launch(zero, Source{from.grad, from.factor, from.partials, from.rows, from.bias, from.lines,
+                        from.num_lines, from.clamp});
   });
 }
 

@@ -2,8 +2,9 @@
 // the registers from which they are cast. A block of backward has a tile of either gradient, made
 // of the same inputs.
 //
-// The kernels are compiled for each activation and dtype, a direction in a file of its own. Format,
-// alignment and biases are branches that a whole grid takes alike.
+// The kernels are compiled for each activation and dtype, those of a direction and of rules that
+// divide or multiply in a file of their own. Format, alignment and biases are branches that a whole
+// grid takes alike.
 #pragma once
 
 #include "common/gpu/block_1x128.h"
@@ -114,19 +115,24 @@ __global__ void __launch_bounds__(Tile::kThreads, kBlocks<kBwd>)
   cast_1x128(p.cast, at, p.stores_vectors, is_whole, format, second, shared);
 }
 
-template <typename T, bool kBwd>
+template <bool kBwd, bool kDivides>
 void launch(const Params& p, cudaStream_t stream) {
   if (!p.op.rows || !p.op.cols) return;
   const dim3 blocks = Tile::grid(p.op.rows, p.op.cols, "swiglu_block");
   GatedKinds::choose(p.op.activation, [&](auto act) {
     constexpr Activation kAct = decltype(act)::value;
-    with_divides(p.cast.rule, [&](auto divides) {
-      const auto kernel = swiglu_block_kernel<T, kAct, kBwd, decltype(divides)::value>;
-      kernel<<<blocks, Tile::kThreads, 0, stream>>>(p);
-    });
+    const auto kernel = p.op.dtype == DType::kFloat16
+                            ? swiglu_block_kernel<Half, kAct, kBwd, kDivides>
+                            : swiglu_block_kernel<BFloat16, kAct, kBwd, kDivides>;
+    kernel<<<blocks, Tile::kThreads, 0, stream>>>(p);
   });
   check_cuda(cudaGetLastError(), "swiglu_block");
 }
+// Compiled where a file instantiates them.
+extern template void launch<false, false>(const Params&, cudaStream_t);
+extern template void launch<false, true>(const Params&, cudaStream_t);
+extern template void launch<true, false>(const Params&, cudaStream_t);
+extern template void launch<true, true>(const Params&, cudaStream_t);
 
 template <bool kBwd>
 void run(Args& args) {
@@ -136,8 +142,7 @@ void run(Args& args) {
   const BlockCast& cast = given.cast;
   const Params p{given.op, cast, swiglu_inputs_aligned(given.op),
                  fp8_tile_aligned(cast.columnwise_ld, cast.cols, cast.rowwise, cast.columnwise)};
-  given.op.dtype == DType::kFloat16 ? launch<Half, kBwd>(p, stream)
-                                    : launch<BFloat16, kBwd>(p, stream);
+  with_divides(cast.rule, [&](auto divides) { launch<kBwd, decltype(divides)::value>(p, stream); });
 }
 
 }  // namespace swiglu_block

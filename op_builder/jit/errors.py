@@ -28,13 +28,7 @@ class UnknownOpError(BuildError, KeyError):
 
 
 def unknown_op(name: object, known: Iterable[str], others: Iterable[str] = ()) -> UnknownOpError:
-    """Returns the error about the name of an op that does not exist.
-
-    Args:
-        name: the name that was given.
-        known: names of the ops.
-        others: names of other packages' ops.
-    """
+    """Returns the error about the name of an op that does not exist here or in ``others``."""
     known, others = list(known), list(others)
     hint = did_you_mean(name, [*known, *others])
     if not hint:
@@ -92,11 +86,7 @@ class LockTimeoutError(BuildError):
 
 
 class BuildInterruptedError(BuildError):
-    """A build ended before the compiler accepted or refused the sources; another try may succeed.
-
-    Causes are a signal, lack of memory, sources that changed meanwhile, and a library that is
-    damaged.
-    """
+    """A build ended before the compiler accepted or refused sources; another try may succeed."""
 
 
 class ReentrantLoadError(BuildError):

@@ -140,13 +140,9 @@ def output_of(*command: str) -> str:
     """Runs a command and returns its standard output, "" if it fails."""
     try:
         done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
             timeout=60,
-        )
+        )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout if done.returncode == 0 else ""

@@ -77,15 +77,9 @@ class MindSpeedTEGroupedLinear(MegatronLayer, GroupedLinear):
         init = read.initializer(init_method, dim, layout)
         options = read.shared(layout, is_expert)
         GroupedLinear.__init__(
-            self,
-            num_gemms,
-            input_size,
-            output_size,
-            False,
-            init_method=init,
-            parallel_mode=parallel_mode,
-            **options,
-        )
+            self, num_gemms, input_size, output_size, False, init_method=init,
+            parallel_mode=parallel_mode, **options,
+        )  # fmt: skip
         split = dict.fromkeys(self._weight_names, dim) if parallel_mode is not None else {}
         self._finish(read, layout, split)
         self.use_gmm_fp8 = in_fp8
@@ -140,19 +134,10 @@ class _ParallelGroupedLinear(MindSpeedTEGroupedLinear):
         pg_collection: Any = None,
     ) -> None:
         super().__init__(
-            num_gemms,
-            input_size,
-            output_size,
-            parallel_mode=self._mode,
-            config=config,
-            init_method=init_method,
-            bias=bias,
-            skip_bias_add=skip_bias_add,
-            is_expert=is_expert,
-            tp_comm_buffer_name=tp_comm_buffer_name,
-            tp_group=tp_group,
-            pg_collection=pg_collection,
-        )
+            num_gemms, input_size, output_size, parallel_mode=self._mode, config=config,
+            init_method=init_method, bias=bias, skip_bias_add=skip_bias_add, is_expert=is_expert,
+            tp_comm_buffer_name=tp_comm_buffer_name, tp_group=tp_group, pg_collection=pg_collection,
+        )  # fmt: skip
 
 
 class MindSpeedTEColumnParallelGroupedLinear(_ParallelGroupedLinear):

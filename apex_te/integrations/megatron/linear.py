@@ -45,14 +45,9 @@ class _ParallelLinear(MegatronLayer, Linear):
             sizes = (sizes[0], size) if column else (size, sizes[1])
         init = read.initializer(init_method, axes["weight"], layout)
         Linear.__init__(
-            self,
-            *sizes,
-            bias,
-            init_method=init,
-            return_bias=returned,
-            parallel_mode=None if layout.explicit else mode,
-            **read.shared(layout, is_expert),
-        )
+            self, *sizes, bias, init_method=init, return_bias=returned,
+            parallel_mode=None if layout.explicit else mode, **read.shared(layout, is_expert),
+        )  # fmt: skip
         self._finish(read, layout, axes)
 
     def forward(  # type: ignore[override]
@@ -222,18 +217,12 @@ class MindSpeedTELayerNormColumnParallelLinear(MegatronLayer, LayerNormLinear):
         axes = {"weight": 0, "bias": 0}
         init = read.initializer(init_method, 0, layout)
         LayerNormLinear.__init__(
-            self,
-            input_size,
-            output_size,
-            read.layernorm_epsilon,
-            bias,
+            self, input_size, output_size, read.layernorm_epsilon, bias,
             normalization=read.normalization,
-            zero_centered_gamma=read.layernorm_zero_centered_gamma,
-            init_method=init,
-            return_bias=skip_bias_add and bias,
-            parallel_mode="column",
+            zero_centered_gamma=read.layernorm_zero_centered_gamma, init_method=init,
+            return_bias=skip_bias_add and bias, parallel_mode="column",
             **read.shared(layout, False),
-        )
+        )  # fmt: skip
         self._finish(read, layout, axes)
 
     def forward(

@@ -86,10 +86,9 @@ def _run(act: Callable[[], str]) -> int:
 def facts() -> dict[str, Any]:
     """Returns the state of the alias as plain values.
 
-    Returns:
-        A dict: "claimed", the version of Transformer Engine that programs see, or None without the
-        alias; "ways", the list of the active ways; "files", the folder that holds the alias's
-        files, or None; "problem", why the alias does not work, or an empty string.
+    "claimed" is the version of Transformer Engine that programs see, or None without the alias;
+    "ways" the active ways; "files" the folder that holds the alias's files, or None; "problem" why
+    the alias does not work, or "".
     """
     written = files.on_path()
     ways = process.ways()

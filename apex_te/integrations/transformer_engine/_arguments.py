@@ -30,13 +30,10 @@ def constructor(
 ) -> Any:
     """Returns an ``__init__`` that calls the one of ``native`` with reordered arguments.
 
-    The method ``_constructed`` of the new object is called at the end.
-
-    Args:
-        parameters: Transformer Engine's parameters, ``name`` or ``name: annotation = default``,
-            with ``*`` before those that are keywords only. A bare name has annotation and default
-            of ``native``, or else of ``_NEUTRAL``, by which its value is checked.
-        prepare: changes the dict of arguments before ``native`` gets those that it has.
+    ``parameters`` are Transformer Engine's, ``name`` or ``name: annotation = default``, with ``*``
+    before keywords. A bare name has annotation and default of ``native``, or else of ``_NEUTRAL``,
+    by which its value is checked. ``prepare`` changes the dict of arguments before ``native`` gets
+    those that it has. ``_constructed`` of the new object is called at the end.
     """
     known = inspect.signature(native.__init__).parameters
     kind: Any = inspect.Parameter.POSITIONAL_OR_KEYWORD

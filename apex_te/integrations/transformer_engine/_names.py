@@ -27,12 +27,9 @@ def named(module: str) -> Callable[[_T], _T]:
 def not_served(name: str, reason: str, base: type = object) -> Any:
     """Returns a class or function that can be imported and raises an error when it is used.
 
-    Args:
-        name: full name in Transformer Engine, such as ``"transformer_engine.pytorch.ops.Linear"``.
-            A last part that begins with a capital letter makes a class, for annotations,
-            ``isinstance`` and subclasses; any other makes a function.
-        reason: why it is not served and, where there is one, what to use instead.
-        base: base class of the class.
+    A last part of the full ``name`` that begins with a capital letter makes a class, with ``base``,
+    for annotations, ``isinstance`` and subclasses; any other makes a function. ``reason`` says why
+    it is not served and what to use instead.
     """
     module, _, last = name.rpartition(".")
     text = f"{name} is not available in apex_te: {reason}"
@@ -52,10 +49,8 @@ def not_served(name: str, reason: str, base: type = object) -> Any:
 def neutral(owner: str, **keywords: tuple[Any, Any]) -> None:
     """Checks that keywords which apex_te does not serve have values that ask for nothing.
 
-    Args:
-        owner: name of the class or function, for the error.
-        keywords: for each keyword its value, and the allowed value or a tuple of allowed values,
-            as in ``neutral("Linear", ub_overlap_ag=(ub_overlap_ag, False))``.
+    Each keyword has its value, and the allowed value or a tuple of allowed values, as in
+    ``neutral("Linear", ub_overlap_ag=(ub_overlap_ag, False))``.
     """
     for keyword, (value, allowed) in keywords.items():
         choices = allowed if isinstance(allowed, tuple) else (allowed,)

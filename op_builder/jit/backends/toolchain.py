@@ -164,10 +164,7 @@ def _find_toolkit(
     missing: Callable[[str], BuildError],
     advice: str,
 ) -> Nvcc:
-    """Returns a GPU compiler: of the toolkit that a variable names, on PATH, or in a usual place.
-
-    The folder in the first of ``homes`` must hold it; the compiler itself reads ``flags``.
-    """
+    """Returns a GPU compiler; a folder that the first variable of ``homes`` names must have it."""
     for variable in flags:
         _words(variable)
     for variable in homes:

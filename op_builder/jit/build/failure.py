@@ -1,8 +1,4 @@
-"""Stored compile errors, which spare other processes the attempt to compile refused sources.
-
-A stored error is raised by processes that waited for the failed build and by those that start
-within ``KEPT_SECONDS`` after it.
-"""
+"""Stored compile errors, which waiting processes and later ones, for 60 s, raise again."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""File locks that let one process at a time build a library or write a table.
-
-They are taken with flock, which the kernel releases when the holder dies.
-"""
+"""File locks (flock) that let one process at a time build a library or write a table."""
 
 from __future__ import annotations
 

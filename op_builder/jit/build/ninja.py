@@ -242,15 +242,9 @@ def _start(command: list[str], folder: str) -> tuple[subprocess.Popen[str], _Wat
     special = {"LC_ALL": "C", "TMPDIR": folder, "NINJA_STATUS": "[%f/%t] ", "TERM": "dumb"}
     with _starting:
         process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            env={**os.environ, **special},
-            start_new_session=True,
-        )
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True, errors="replace", env={**os.environ, **special}, start_new_session=True,
+        )  # fmt: skip
         return process, _Watch(process.pid)
 
 

@@ -220,15 +220,9 @@ def _load_problem(fd: int, expected: list[str]) -> str:
     command = [python, "-I", "-S", "-c", _LOAD, path, *expected]
     try:
         done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            timeout=_LOAD_SECONDS,
-            pass_fds=(fd,),
-        )
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True, errors="replace", timeout=_LOAD_SECONDS, pass_fds=(fd,),
+        )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired):
         return ""
     answer = done.stdout.strip().removeprefix(f"{path}: ")

@@ -185,10 +185,7 @@ def open_library(
     force: bool = False,
     verbose: bool = False,
 ) -> OpenedLibrary:
-    """Returns the opened library for ``device``, looked up or compiled.
-
-    Threads that ask while another loads it get the same library or error.
-    """
+    """Returns the opened library for ``device``, looked up or compiled, once for all threads."""
     identity = (str(spec.root), spec.NAME, device)
     if not force and (kept := _kept(identity, capability)):
         return kept

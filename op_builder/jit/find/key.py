@@ -1,7 +1,4 @@
-"""Cache key of a library: a hash of its sources, flags and other ingredients.
-
-Places, times and the compiler's version are no part of it.
-"""
+"""Cache key of a library: a hash of its sources and flags, not of places, times and compilers."""
 
 from __future__ import annotations
 

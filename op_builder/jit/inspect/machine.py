@@ -1,7 +1,4 @@
-"""Facts for the report about the machine, compilers, torch, GPUs and environment variables.
-
-Nothing here imports torch, initialises CUDA in this process, or writes anything.
-"""
+"""Facts about machine, compilers, torch, GPUs and variables, without importing torch or writing."""
 
 from __future__ import annotations
 
@@ -119,10 +116,7 @@ _TOOLS: dict[str, Callable[[], tuple[str, str, str]]] = {
 
 
 def tools() -> list[Facts]:
-    """Returns the compilers, programs and headers that builds need, or the errors of builds.
-
-    A missing hipcc is left out unless GPU code is for AMD GPUs.
-    """
+    """Returns compilers, programs and headers that builds need, or why they are missing."""
     found = []
     for_amd = False
     with contextlib.suppress(SettingError):  # the settings say so

@@ -163,14 +163,9 @@ def _build_one(
 
     try:
         opened = build(
-            wanted.spec,
-            wanted.device,
-            verbose=verbose,
-            location=location,
-            archs=wanted.archs,
-            jobs=jobs,
-            started=started,
-        )
+            wanted.spec, wanted.device, verbose=verbose, location=location, archs=wanted.archs,
+            jobs=jobs, started=started,
+        )  # fmt: skip
         os.close(opened.fd)
         return manifest_report(wanted, "built", opened.path)
     except BuildError as error:
@@ -197,10 +192,7 @@ def build_all(
     started: float | None = None,
     verbose: bool = False,
 ) -> BuildReport:
-    """Compiles all libraries, those with long builds first; a build that fails stops no other.
-
-    All builds share ``jobs`` compilers. The report's rows are in the order of ``wanted``.
-    """
+    """Compiles libraries with ``jobs`` compilers, long builds first; a failure stops no other."""
     since = time.time() if started is None else started
     begin = time.monotonic()
     pending = sorted(wanted, key=Wanted.cost, reverse=True)

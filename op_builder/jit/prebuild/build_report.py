@@ -17,8 +17,7 @@ STATES = ("built", "present", "skipped", "failed")
 class LibraryReport(NamedTuple):
     """One library of a prebuild: "built", "present" before, "skipped" or "failed".
 
-    ``op`` may be "dispatcher" and a Python version; ``seconds`` and ``size``, in bytes, are 0 if
-    not known.
+    ``seconds`` and ``size``, in bytes, are 0 if not known.
     """
 
     op: str

@@ -48,14 +48,9 @@ TE_DType = {dtype: number for number, dtype in TE_DType_To_Torch.items()}
 
 # Numbers of a module's scales in ``fp8_meta["scaling_fwd"]`` and ``fp8_meta["scaling_bwd"]``.
 FP8FwdTensorIdx = SimpleNamespace(
-    GEMM1_INPUT=0,
-    GEMM1_WEIGHT=1,
-    GEMM1_OUTPUT=2,
-    GEMM2_INPUT=3,
-    GEMM2_WEIGHT=4,
-    GEMM2_OUTPUT=5,
+    GEMM1_INPUT=0, GEMM1_WEIGHT=1, GEMM1_OUTPUT=2, GEMM2_INPUT=3, GEMM2_WEIGHT=4, GEMM2_OUTPUT=5,
     GEMM3_OUTPUT=8,
-)
+)  # fmt: skip
 FP8BwdTensorIdx = SimpleNamespace(
     GRAD_OUTPUT1=0, GRAD_INPUT1=1, GRAD_OUTPUT2=2, GRAD_INPUT2=3, GRAD_OUTPUT3=4, GRAD_INPUT3=5
 )

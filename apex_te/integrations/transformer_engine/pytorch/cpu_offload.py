@@ -136,14 +136,10 @@ def _copy(host: torch.Tensor, tensor: torch.Tensor) -> None:
 
 
 class _Saved:
-    """Tensor that is on its device, on the CPU, or on both.
+    """Tensor that is on its device, on the CPU (``host``, after ``store``), or on both.
 
-    Attributes:
-        host: the copy on the CPU; None before ``store``.
-        device: device that the tensor was on.
-        stored: event after the copy to the CPU; None without a GPU.
-        value: the tensor on its device; None between ``release`` and ``load``.
-        loaded: event after the copy back; None without a GPU.
+    ``stored`` and ``loaded`` are the events after the copies, None without a GPU; ``value``, the
+    tensor on its device, is None between ``release`` and ``load``.
     """
 
     __slots__ = ("__weakref__", "_version", "device", "host", "loaded", "stored", "value")
@@ -252,16 +248,9 @@ class _Layer:
 class ActivationOffload:
     """Context manager that offloads what the first layers of each forward save for backward.
 
-    Args:
-        num_layers: number of layers to offload.
-        model_layers: number of layers of a forward.
-        smallest: bytes below which tensors stay.
-        devices: types of the devices whose tensors are offloaded.
-        retain: keep pinned memory for the next forward, and for replays of a CUDA graph.
-
-    Attributes:
-        copies: number of tensors that have been saved to be copied to the CPU.
-        entered: number of contexts of this class that are entered at present.
+    Tensors below ``smallest`` bytes and on other types of ``devices`` stay. ``retain`` keeps pinned
+    memory for the next forward, and for replays of a CUDA graph. ``copies`` counts the tensors that
+    have been saved to be copied to the CPU; ``entered`` the contexts that are entered at present.
     """
 
     entered = 0

@@ -33,10 +33,6 @@ def parallel_cross_entropy(
         is_cg_capturable: has no effect; the function can be captured in a CUDA graph.
     """
     return _cross_entropy.parallel_cross_entropy(
-        inp,
-        target,
-        group=dist_process_group,
-        ignore_index=ignore_idx,
-        label_smoothing=label_smoothing,
-        reduction="mean" if reduce_loss else "none",
-    )
+        inp, target, group=dist_process_group, ignore_index=ignore_idx,
+        label_smoothing=label_smoothing, reduction="mean" if reduce_loss else "none",
+    )  # fmt: skip

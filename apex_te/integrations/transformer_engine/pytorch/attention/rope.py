@@ -28,11 +28,6 @@ class RotaryPositionEmbedding(NativeRotaryPositionEmbedding):
         interleaved: bool = False,
     ) -> None:
         super().__init__(
-            dim,
-            rotary_percent,
-            seq_len_interpolation_factor,
-            pretrained_max_position_embeddings,
-            rotary_base,
-            interleaved,
-            device=default_device(None),
-        )
+            dim, rotary_percent, seq_len_interpolation_factor, pretrained_max_position_embeddings,
+            rotary_base, interleaved, device=default_device(None),
+        )  # fmt: skip

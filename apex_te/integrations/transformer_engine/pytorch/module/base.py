@@ -221,8 +221,7 @@ def _after_update(method: Callable[..., Any]) -> Callable[..., Any]:
 class GemmModule(TransformerEngineBaseModule):
     """Base of the alias modules that have weights of GEMMs themselves.
 
-    Attributes:
-        apply_bias: the module adds its (last) bias instead of returning it.
+    With ``apply_bias`` the module adds its (last) bias instead of returning it.
     """
 
     apply_bias: bool

@@ -49,23 +49,12 @@ class FusedAdam(_fused_adam.FusedAdam):
         set_grad_none: bool | None = None,
     ) -> None:
         super().__init__(
-            params,
-            lr,
-            bias_correction,
-            betas,
-            eps,
-            adam_w_mode,
-            weight_decay,
-            amsgrad,
-            set_grad_none is not False,
-            capturable,
-            master_weights,
-            master_weight_dtype=master_weight_dtype,
-            exp_avg_dtype=exp_avg_dtype,
-            exp_avg_sq_dtype=exp_avg_sq_dtype,
-            use_decoupled_grad=use_decoupled_grad,
+            params, lr, bias_correction, betas, eps, adam_w_mode, weight_decay, amsgrad,
+            set_grad_none is not False, capturable, master_weights,
+            master_weight_dtype=master_weight_dtype, exp_avg_dtype=exp_avg_dtype,
+            exp_avg_sq_dtype=exp_avg_sq_dtype, use_decoupled_grad=use_decoupled_grad,
             store_param_remainders=store_param_remainders,
-        )
+        )  # fmt: skip
 
     def _counts_steps(self, group: dict[str, Any]) -> bool:
         return False

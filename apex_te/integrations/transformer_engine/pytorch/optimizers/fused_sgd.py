@@ -37,13 +37,7 @@ class FusedSGD(_fused_sgd.FusedSGD):
         set_grad_none: bool | None = None,
     ) -> None:
         super().__init__(
-            params,
-            lr,
-            momentum,
-            dampening,
-            weight_decay,
-            nesterov,
-            set_grad_none is not False,
+            params, lr, momentum, dampening, weight_decay, nesterov, set_grad_none is not False,
             wd_after_momentum=wd_after_momentum,
-        )
+        )  # fmt: skip
         self.materialize_master_grads = materialize_master_grads

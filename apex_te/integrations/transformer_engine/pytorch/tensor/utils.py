@@ -75,13 +75,9 @@ def cast_master_weights_to_fp8(
 ) -> None:
     """Quantizes this rank's parts of master weights, by the earlier name of the function."""
     quantize_master_weights(
-        model_weights,
-        master_weights,
-        start_offsets,
-        group,
-        fsdp_shard_model_weights,
+        model_weights, master_weights, start_offsets, group, fsdp_shard_model_weights,
         manual_post_all_gather_processing,
-    )
+    )  # fmt: skip
 
 
 def post_all_gather_processing(model_weights: QuantizedTensor | Sequence[QuantizedTensor]) -> None:

@@ -1,0 +1,9 @@
+// CUDA kernels of grouped_cast for gradients of gated rows in blocks by rules that multiply.
+#include "grouped_cast/grouped_cast_sources_cuda.h"
+
+template <>
+void apex_te::launch_gated_gradient_blocks<false>(const GroupedCast& p, cudaStream_t stream) {
+  with_gradient_source(p, [&](auto zero, const auto& source) {
+    launch_blocks<decltype(zero), false>(p, source, stream);
+  });
+}
