@@ -84,6 +84,7 @@ OPS = {
     "qkv_cast": Op("the casts of a fused QKV projection's weight and output gradient to FP8"),
     "rms_norm": Op("RMS normalisation, also with a residual and with FP8 output"),
     "rope": Op("rotary position embedding"),
+    "row_quantize": Op("the cast to FP8 with a scale for each row of either copy"),
     "scaled_softmax": Op(
         "the softmax of scaled, masked or causal attention scores, and of its gradient"
     ),

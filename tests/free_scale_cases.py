@@ -3,7 +3,7 @@
 import torch
 
 from apex_te.fp8.parameter.parameter import FP8Parameter
-from apex_te.recipe import BlockScaling, CurrentScaling, DelayedScaling
+from apex_te.recipe import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
 from tests.checks import codes
 
 E4M3 = torch.float8_e4m3fn
@@ -12,13 +12,25 @@ FORMS = {
     "block pow2": BlockScaling(),
     "tensor": CurrentScaling(),
     "delayed": DelayedScaling(),
+    "channel": RowwiseScaling(),
 }
 # 576 rows as in DeepSeek-V3's kv_a_proj_with_mqa; no size is a multiple of 128 in the others.
 SHAPES = [(576, 160), (300, 100), (1, 7168), (7168, 1), (128, 256)]
 
 
-def is_blocks(recipe):
-    return isinstance(recipe, BlockScaling)
+def block_of(recipe):
+    """Rows and columns that share a scale; 0 for all."""
+    return (
+        (128, 128)
+        if isinstance(recipe, BlockScaling)
+        else ((1, 0) if isinstance(recipe, RowwiseScaling) else (0, 0))
+    )
+
+
+def scales_of_rows(scale_inv, start, stop, form):
+    """The scales of some rows of a weight."""
+    high = block_of(FORMS[form])[0]
+    return scale_inv[start // high : -(-stop // high)] if high else scale_inv
 
 
 def release(recipe, shape, count=None, device="cpu"):
@@ -26,7 +38,8 @@ def release(recipe, shape, count=None, device="cpu"):
     rows, cols = shape
     lead = () if count is None else (count,)
     values = torch.randn(*lead, rows, cols) * 60
-    scales = (-(-rows // 128), -(-cols // 128)) if is_blocks(recipe) else (1,)
+    high, wide = block_of(recipe)
+    scales = (-(-rows // high), -(-cols // wide) if wide else 1) if high else (1,)
     scale_inv = torch.rand(*lead, *scales) * 1e-3 + 1e-4
     if getattr(recipe, "pow2", False):
         scale_inv = scale_inv.log2().floor().exp2()
@@ -38,6 +51,8 @@ def decoded(data, scale_inv):
     value = data.double()
     if scale_inv.dim() < data.dim():
         return value * scale_inv.double()[..., None]
+    if scale_inv.shape[-2:] == (data.shape[-2], 1):
+        return value * scale_inv.double()
     each = scale_inv.double().repeat_interleave(128, -2).repeat_interleave(128, -1)
     return value * each[..., : data.shape[-2], : data.shape[-1]]
 

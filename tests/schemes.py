@@ -19,6 +19,7 @@ from apex_te.recipe import (
     Format,
     MXFP8Scaling,
     Recipe,
+    RowwiseScaling,
     recipe_kinds,
 )
 
@@ -28,6 +29,7 @@ _BUILT_IN: dict[str, Recipe] = {
     "hif8": CurrentScaling(fp8_format=Format.HIF8),
     "blockwise": BlockScaling(),
     "mxfp8": MXFP8Scaling(),
+    "rowwise": RowwiseScaling(scales="pow2"),
 }
 ADDED = {name: kind() for name, kind in recipe_kinds().items() if name not in _BUILT_IN}
 # One recipe of each scheme.

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..fp8.model_init import Settings
 from ..fp8.parameter.parameter import FP8Parameter
-from ..fp8.scheme.base import scheme_of
+from ..fp8.scheme.base import layout_of, scheme_of
 from ..module._core.fp8_module import FP8Module
 from . import _matching as matching
 from ._joined_state import BLOCK, KEYS
@@ -52,7 +52,8 @@ def _hold(
     """
     reason = None
     # Without powers of two, what was one weight is saved with scales of its own.
-    cuts_blocks = not scheme_of(settings.recipe).restores(settings.recipe)
+    saves_scales = not scheme_of(settings.recipe).restores(settings.recipe)
+    cuts_blocks = saves_scales and layout_of(settings.recipe).block_rows > 1
     for name, weight in list(layer._parameters.items()):
         if weight is None or weight.dim() != 2 or type(weight) is FP8Parameter:
             continue

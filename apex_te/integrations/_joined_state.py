@@ -51,12 +51,13 @@ class JoinedKey(NamedTuple):
         """Returns the scales of the original parameters, of a joined one that is held in FP8."""
         if scale_inv.dim() < 2:
             return [scale_inv.clone() for _ in self.parts]
-        if self.cuts_blocks:
+        each = rows_with_a_scale(scale_inv, sum(rows for _, rows in self.parts))
+        if self.cuts_blocks and each > 1:
             raise NotImplementedError(
                 f"from_torch: parts of the joined {self.key} must be whole blocks of {BLOCK} rows "
                 f"to have scales of their own, got {[rows for _, rows in self.parts]} rows"
             )
-        blocks = [-(-count // BLOCK) for _, count in self.parts]
+        blocks = [-(-count // each) for _, count in self.parts]
         parts = scale_inv.split(blocks)
         return [original_part(part, self.transposed).contiguous() for part in parts]
 
@@ -64,6 +65,11 @@ class JoinedKey(NamedTuple):
     def cuts_blocks(self) -> bool:
         """True if a block of 128 rows spans two parts, so that neither has its own scales."""
         return any(rows % BLOCK for _, rows in self.parts[:-1])
+
+
+def rows_with_a_scale(scale_inv: torch.Tensor, rows: int) -> int:
+    """Returns how many rows of a weight with ``rows`` rows share the scales of ``scale_inv``."""
+    return 1 if scale_inv.shape[0] == rows else BLOCK
 
 
 def original_part(part: torch.Tensor, transposed: bool) -> torch.Tensor:
@@ -113,7 +119,8 @@ class PartView:
         scale_inv: torch.Tensor = getattr(self.module, name + SCALE)
         if scale_inv.dim() < 2:
             return scale_inv
-        own = scale_inv[start // BLOCK : -(-(start + rows) // BLOCK)]
+        each = rows_with_a_scale(scale_inv, getattr(self.module, name).shape[0])
+        own = scale_inv[start // each : -(-(start + rows) // each)]
         return original_part(own, transposed)
 
     @property

@@ -12,19 +12,18 @@ import torch
 from torch import nn
 
 from ..fp8.parameter.parameter import FP8Parameter
+from ..fp8.scheme.base import layout_of
 from ..module._core.arguments import class_name
 from ..module._core.norm_parameters import NormedModule
 from ..module.layer_norm_linear import LayerNormLinear
 from ..module.layer_norm_mlp import LayerNormMLP
 from ..module.linear import Linear
-from ..recipe import BlockScaling
 from ..runtime.named_arguments import check_model, named_arguments
 from . import _matching as matching
 from ._block_layers import Layers, MLPLayers, Projections, layers_to_join
 from ._derived import derived
 from ._forward_source import UnreadableError
 from ._joined_state import (
-    BLOCK,
     KEYS,
     ORIGINAL,
     JoinedKey,
@@ -643,11 +642,12 @@ def _check_scales(source: _Source, names: Iterable[str]) -> None:
         return
     if len(free) < len(weights) or any(w.recipe != weights[0].recipe for w in free):
         raise _NotFusable("some of its FP8 weights have another recipe or no scales of their own")
-    if not isinstance(weights[0].recipe, BlockScaling):
+    rows = layout_of(weights[0].recipe).block_rows
+    if not rows:
         raise _NotFusable("its FP8 weights have a scale each")
-    if any(w.shape[0] % BLOCK for w in weights[:-1]):
+    if any(w.shape[0] % rows for w in weights[:-1]):
         sizes = [w.shape[0] for w in weights]
-        raise _NotFusable(f"its FP8 weights have {sizes} rows, which cut blocks of {BLOCK}")
+        raise _NotFusable(f"its FP8 weights have {sizes} rows, which cut blocks of {rows}")
 
 
 def _fill(

@@ -38,6 +38,8 @@ if _typing.TYPE_CHECKING:  # for type checkers; at run time each module is impor
     from . import qkv_cast as qkv_cast
     from . import rms_norm as rms_norm
     from . import rope as rope
+    from . import row_quantize as row_quantize
+    from . import rowwise_gemm as rowwise_gemm
     from . import scaled_softmax as scaled_softmax
     from . import swiglu as swiglu
     from . import swiglu_block as swiglu_block

@@ -22,6 +22,8 @@ from ..runtime.op_options import block_scales
 if TYPE_CHECKING:
     import torch
 
+    from .rowwise import RowwiseScaling as RowwiseScaling
+
 __all__ = [
     "BlockScaling",
     "CurrentScaling",
@@ -32,6 +34,7 @@ __all__ = [
     "MXFP8BlockScaling",
     "MXFP8Scaling",
     "Recipe",
+    "RowwiseScaling",
     "chosen_recipe",
     "make_recipe",
     "pack_recipe",
@@ -678,4 +681,4 @@ def unpack_recipe(packed: Any) -> Recipe:
 
 
 if not TYPE_CHECKING:  # type checkers know the names above, and no others
-    __getattr__, __dir__ = attach(__name__, {})
+    __getattr__, __dir__ = attach(__name__, {"RowwiseScaling": "rowwise"})

@@ -28,6 +28,14 @@ APEX_TE_FUNCTION(
     "workspace: u8[w]!?, a_block_rows: int, b_block_rows: int, accumulate: bool, algorithm: int",
     "cuda")
 APEX_TE_IN_PLACE(fp8_gemm_block, "out: c")
+// fp8_gemm with a scale for each row of an operand: out[m, n] = (a . b^T)[m, n] * a_scale_inv[m] *
+// b_scale_inv[n] (+ c[m, n], bias[n]).
+APEX_TE_FUNCTION(fp8_gemm_rows,
+                 "a: A=F[m k], b: B=F[n k], a_scale_inv: f32[m 1], b_scale_inv: f32[n 1], "
+                 "out: T[m n]!!, bias: Tensor?, c: T[m n]?, workspace: u8[w]!?, accumulate: bool, "
+                 "use_split_accumulator: bool, algorithm: int",
+                 "cuda")
+APEX_TE_IN_PLACE(fp8_gemm_rows, "out: c")
 // out[M, N] = dy[K, M]^T . x[K, N], added to out with accumulate: the weight gradient of a layer in
 // float16 or bfloat16, K its rows. Sums of products are kept in float32; out is float32 or has the
 // operands' dtype, to which cuBLASLt rounds the product before it adds a 16-bit out to it.
@@ -53,6 +61,7 @@ APEX_TE_FUNCTION(fp8_block_accumulate,
 namespace apex_te {
 
 constexpr int kMaxAlgorithms = 16;
+constexpr int64_t kScaledRows = -1;
 
 struct Fp8Epilogue {
   TensorView out, bias, c, aux;
@@ -75,9 +84,10 @@ struct Fp8Gemm : Fp8Epilogue {
   TensorView a, b, workspace;
   int64_t m, n, k;
   bool accumulate, use_split_accumulator;
-  int64_t algorithm;                           // place in the heuristic's list, 0 the first
-  int64_t a_block_rows = 0, b_block_rows = 0;  // 0: one scale for the whole operand
-  bool k_is_outer = false;                     // a is [K, M] and b [K, N], without scales
+  int64_t algorithm;  // place in the heuristic's list, 0 the first
+  // 0: one scale for the whole operand; kScaledRows: one for each row.
+  int64_t a_block_rows = 0, b_block_rows = 0;
+  bool k_is_outer = false;  // a is [K, M] and b [K, N], without scales
 };
 
 inline void check_accumulate(Args& args, const Fp8Epilogue& e, bool accumulate) {
@@ -160,6 +170,29 @@ inline Fp8Gemm check_fp8_gemm_block(Args& args) {
   check_accumulate(args, g, g.accumulate);
   g.use_split_accumulator = true;
   g.algorithm = check_algorithm(args);
+  return g;
+}
+
+inline Fp8Gemm check_fp8_gemm_rows(Args& args) {
+  Fp8Gemm g;
+  check_operands(args, &g);
+  for (const TensorView& operand : {g.a, g.b}) operand.has_dtype({DType::kE4M3, DType::kE5M2});
+  const auto scales_of = [&](int64_t rows) {
+    const TensorView scale_inv = args.tensor();
+    return scale_inv.has_dtype({DType::kFloat32}).has_shape({rows, 1}).is_dense().data<float>();
+  };
+  g.a_scale_inv = scales_of(g.m);
+  g.b_scale_inv = scales_of(g.n);
+  g.out = args.tensor();
+  g.bias = args.optional_tensor();
+  g.c = args.optional_tensor();
+  check_epilogue(g, g.m, g.n);
+  g.workspace = workspace_of(args);
+  g.a_block_rows = g.b_block_rows = kScaledRows;
+  g.accumulate = args.boolean();
+  g.use_split_accumulator = args.boolean();
+  g.algorithm = check_algorithm(args);
+  check_accumulate(args, g, g.accumulate);
   return g;
 }
 

@@ -131,19 +131,21 @@ void set_pointers(const Plan& plan, const Fp8Gemm& g) {
   if (g.aux) set(plan, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, g.aux.data<void>());
 }
 
-// Scales of blocks: cuBLASLt from 12.9 on.
+// Scales of blocks and rows: cuBLASLt from 12.9 on.
 void set_scale_mode(const Plan& plan, cublasLtMatmulDescAttributes_t attribute,
                     int64_t block_rows) {
   if (block_rows == 0) return;
 #if defined(__HIP_PLATFORM_AMD__)
-  fail(kApexTeUnsupported, "fp8_gemm_block: hipBLASLt has no product with scales of blocks");
+  fail(kApexTeUnsupported, "fp8_gemm: products with scales of blocks or rows need cuBLASLt");
 #elif CUBLAS_VERSION >= 120900
   set(plan, attribute,
-      block_rows == 1 ? CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F
-                      : CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F);
+      block_rows == kScaledRows ? CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F
+      : block_rows == 1         ? CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F
+                                : CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F);
 #else
   fail(kApexTeUnsupported,
-       "fp8_gemm_block: cuBLAS must be 12.9 or later when the op is compiled, got %d",
+       "fp8_gemm: for scales of blocks or rows, cuBLAS must be 12.9 or later when the op is "
+       "compiled, got %d",
        CUBLAS_VERSION);
 #endif
 }
@@ -326,7 +328,7 @@ void matmul(const Fp8Gemm& g, int device, cudaStream_t stream) {
   check_cublaslt(status, "cublasLtMatmul");
 }
 
-// Runs a product whose arguments are checked; both FP8 functions end here.
+// Runs a product whose arguments are checked; all FP8 functions end here.
 void launch(const Fp8Gemm& g, Args& args) {
   if (g.m == 0 || g.n == 0) return;
   if (g.k == 0 || g.k % 16 || g.n % 16)
@@ -354,6 +356,11 @@ APEX_TE_DEFINE(fp8_gemm_block) {
     fail(kApexTeValueError, "fp8_gemm_block: M must be a multiple of 4, got %lld",
          static_cast<long long>(g.m));
   launch(g, args);
+}
+
+APEX_TE_DEFINE(fp8_gemm_rows) {
+  using namespace apex_te;
+  launch(check_fp8_gemm_rows(args), args);
 }
 
 APEX_TE_DEFINE(wgrad_gemm) {

@@ -35,6 +35,15 @@ def parts_of_scales(owner: str, name: str, entry: Entry, scale_inv: Any) -> Part
         return parts
     if scale_inv.dim() < 2:
         return None
+    own = sum(length for _, length, _ in parts.pieces)
+    rows = (own, parts.size) if parts.dim == 0 else (entry.shape[0],)
+    if scale_inv.shape[1] == 1 and scale_inv.shape[0] in rows:  # a scale for each row
+        if parts.dim == 0:
+            return parts
+        raise NotImplementedError(
+            f"{owner}: FP8 weights with free scales for each row must be split by rows, got {name} "
+            f"split in dimension {parts.dim}"
+        )
     found = parts.in_blocks(_BLOCK)
     if found is None:
         raise NotImplementedError(

@@ -88,9 +88,9 @@ def _transposed_op(
     fp8_data: torch.Tensor, scale_inv: torch.Tensor, recipe: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Runs ``columnwise`` as the op ``fp8_codes_transposed``."""
-    # A scale that serves both copies may not be an op's input and output.
+    # Scales that serve both copies may not be an op's input and output.
     copy, scale = columnwise(_unpacked(recipe), _held(fp8_data, scale_inv))
-    return copy, scale.clone() if scale is scale_inv else scale
+    return copy, scale.clone() if scale.data_ptr() == scale_inv.data_ptr() else scale
 
 
 def _transposed_fake(
@@ -98,9 +98,8 @@ def _transposed_fake(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the results of ``fp8_codes_transposed`` for fake tensors."""
     *count, rows, cols = fp8_data.shape
-    shape = (*count, cols, rows)
-    scale = stored_scale_inv(_unpacked(recipe), shape, fp8_data.device)
-    return fp8_data.new_empty(shape), scale
+    scale = stored_scale_inv(_unpacked(recipe), fp8_data.shape, fp8_data.device, True)
+    return fp8_data.new_empty((*count, cols, rows)), scale
 
 
 for _name, _run, _fake in (

@@ -133,7 +133,8 @@ def of_elements(changes: torch.Tensor, layout: Layout, shape: Sequence[int]) -> 
     flags = changes != 0
     if layout.block_rows:
         flags = flags.repeat_interleave(layout.block_rows, -2)[..., : shape[-2], :]
-        flags = flags.repeat_interleave(layout.block_cols, -1)[..., : shape[-1]]
+        width = layout.block_cols or shape[-1]
+        flags = flags.repeat_interleave(width, -1)[..., : shape[-1]]
     return flags
 
 

@@ -92,6 +92,10 @@ class Layout:
         """Returns an uninitialized ``scale_inv`` for a weight ``[rows, cols]``."""
         raise NotImplementedError
 
+    def columnwise_scale_inv(self, rows: int, cols: int, device: torch.device) -> torch.Tensor:
+        """Returns an uninitialized ``scale_inv`` for the columnwise copy of a weight."""
+        return self.scale_inv(cols, rows, device)
+
     def scales_of_file(self, rows: int, cols: int) -> tuple[int, ...] | None:
         """Returns the shape of a weight's scales in files, which are the first of ``scale_inv``.
 

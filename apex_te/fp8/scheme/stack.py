@@ -83,8 +83,12 @@ def stored_layout(recipe: Recipe, dims: int) -> Layout:
     return layout if dims == 2 else _stack_of(layout)
 
 
-def stored_scale_inv(recipe: Recipe, shape: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Returns an uninitialized ``scale_inv`` for a weight or a stack in ``shape``."""
+def stored_scale_inv(
+    recipe: Recipe, shape: Sequence[int], device: torch.device, columnwise: bool = False
+) -> torch.Tensor:
+    """Returns an uninitialized ``scale_inv`` for a copy of a weight or a stack in ``shape``."""
     *count, rows, cols = shape
-    one = layout_of(recipe).scale_inv(rows, cols, device)
+    layout = layout_of(recipe)
+    make = layout.columnwise_scale_inv if columnwise else layout.scale_inv
+    one = make(rows, cols, device)
     return one.new_empty((*count, *one.shape)) if count else one

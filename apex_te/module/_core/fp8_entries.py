@@ -14,7 +14,7 @@ import torch
 
 from ...fp8.parameter.parameter import FP8Parameter
 from ...fp8.scheme.base import layout_of
-from ...recipe import BlockScaling, CurrentScaling
+from ...recipe import BlockScaling, CurrentScaling, Recipe, RowwiseScaling
 
 SCALE = "_scale_inv"
 
@@ -120,17 +120,28 @@ def given_weight(own: Any, codes: Any, scale_inv: Any) -> torch.Tensor:
         if data is codes:
             data = _own_rows(own, codes, 1)
         if scale_inv is _local(scale_inv) and scale_inv.dim() > 1:
-            scale_inv = _own_rows(own, scale_inv, 1 if count else 128)
+            each = count or scale_inv.shape[0] == codes.shape[0]
+            scale_inv = _own_rows(own, scale_inv, 1 if each else 128)
     scale_inv = _local(scale_inv).to(torch.float32)
     is_held = type(held) is FP8Parameter
-    recipe = held.recipe if is_held else CurrentScaling()
-    shape = layout_of(recipe).scales_of_file(*data.shape[-2:])
-    has_blocks = scale_inv.dim() - len(count) == 2
-    if shape is None or (len(shape) == 2) != has_blocks:
-        recipe = BlockScaling() if has_blocks else CurrentScaling()
+    recipe = _recipe_of(held.recipe if is_held else None, data, scale_inv.shape[len(count) :])
     dtype = held.dtype if held.is_floating_point() else torch.float32
     weight: Any = FP8Parameter.from_codes(data, scale_inv, recipe, dtype)
     return _like(own, weight if is_held else weight.dequantize(), codes.shape)
+
+
+def _recipe_of(own: Recipe | None, data: torch.Tensor, scales: torch.Size) -> Recipe:
+    """Returns a recipe whose weights have scales of this shape, ``own`` if it is one."""
+    rows, cols = data.shape[-2:]
+    shape = None if own is None else layout_of(own).scales_of_file(rows, cols)
+    if len(scales) < 2:
+        return CurrentScaling() if own is None or shape is None or len(shape) == 2 else own
+    if own is not None and shape == scales:
+        return own
+    if scales == (rows, 1):
+        return RowwiseScaling()
+    # Other shapes are refused, in the terms of the weight.
+    return own if own is not None and shape is not None and len(shape) == 2 else BlockScaling()
 
 
 def _own_rows(own: Any, whole: torch.Tensor, step: int) -> torch.Tensor:

@@ -7,7 +7,7 @@ from apex_te.fp8.parameter.parameter import FP8Parameter
 from apex_te.fp8.parameter.sharded_write import write_parts
 from apex_te.optimizers import FusedAdam, FusedLAMB, FusedSGD
 from tests.checks import codes
-from tests.free_scale_cases import FORMS, assert_holds, decoded, is_blocks, made
+from tests.free_scale_cases import FORMS, assert_holds, block_of, decoded, made
 
 OPTIMIZERS = {
     "SGD": lambda p, lr: torch.optim.SGD(p, lr),
@@ -37,11 +37,13 @@ def groups(form, shape):
     """An index for each element, equal for those that share a scale; the number of these."""
     *count, rows, cols = shape
     lead = torch.arange(count[0] if count else 1).view(-1, 1, 1)
-    if not is_blocks(FORMS[form]):
+    high, wide = block_of(FORMS[form])
+    if not high:
         return lead.expand(*lead.shape[:1], rows, cols).reshape(shape)
-    down, across = -(-rows // 128), -(-cols // 128)
-    own = torch.arange(down).view(-1, 1).repeat_interleave(128, 0)[:rows] * across
-    own = own + torch.arange(across).repeat_interleave(128)[:cols]
+    wide = wide or cols
+    down, across = -(-rows // high), -(-cols // wide)
+    own = torch.arange(down).view(-1, 1).repeat_interleave(high, 0)[:rows] * across
+    own = own + torch.arange(across).repeat_interleave(wide)[:cols]
     return (lead * down * across + own).reshape(shape)
 
 

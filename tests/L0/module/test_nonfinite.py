@@ -81,6 +81,8 @@ def test_values_of_what_is_quantized(device, name, pow2):
     for role, rows, cols in (("input", (1, 128), (128, 1)), ("weight", (128, 128), (128, 128))):
         if name.startswith("mxfp8"):
             rows, cols = (1, 32), (32, 1)
+        elif name.startswith("rowwise"):
+            rows, cols = (1, 256), (1, 256) if role == "weight" else (256, 1)
         elif not name.startswith("blockwise"):
             rows = cols = (256, 256)
         quantizer = getattr(quantizers, role)

@@ -29,7 +29,10 @@ from apex_te.ops.product_count import fp8_gemm_count
 
 COLS, STEPS = 32, 5
 ROOT = Path(__file__).resolve().parents[3]
-RECIPES = chosen("delayed", "tensorwise", "blockwise") | {"first step": FIRST_STEP, "plain": None}
+RECIPES = chosen("delayed", "tensorwise", "blockwise", "rowwise") | {
+    "first step": FIRST_STEP,
+    "plain": None,
+}
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 KINDS = {
     "linear": lambda **k: Linear(COLS, 48, **k),

@@ -12,7 +12,7 @@ from apex_te.fp8.scheme import build_quantizers
 from apex_te.module.layer_norm_linear import LayerNormLinear
 from apex_te.module.layer_norm_mlp import LayerNormMLP
 from apex_te.module.linear import Linear
-from apex_te.ops import block_quantize, current_scale, hif8, mx_quantize
+from apex_te.ops import block_quantize, current_scale, hif8, mx_quantize, row_quantize
 from apex_te.ops.reference_codec import decode_fp8
 
 LAYERS = {
@@ -46,6 +46,8 @@ def quantized(x, recipe, role, transposed):
         out = block_quantize.reference(x, dtype, block_rows=rows)
         codes, scale = out[2:] if transposed else out[:2]
         values = block_quantize.reference_dequantize(codes, scale, block_rows=rows)
+    elif recipe.quantizer == "rowwise":
+        return rowwise_quantized(x, dtype, recipe.scales, transposed and role != "weight")
     elif recipe.quantizer != "mx":  # an added scheme, which tests its own numbers
         quantizers = build_quantizers(recipe, None, 1, x.device).frozen[0]
         quantizer = quantizers.grad_output if is_gradient else getattr(quantizers, role)
@@ -55,6 +57,24 @@ def quantized(x, recipe, role, transposed):
         codes, scale = out[2:] if transposed else out[:2]
         values = mx_quantize.reference_dequantize(codes, scale)
     return values.t() if transposed else values
+
+
+def rowwise_quantized(x, dtype, scales, transposed=False, column_scale=None):
+    """Values of x with a scale for each row, or for each column; `column_scale` is for the cast."""
+    out = row_quantize.reference(x, dtype, scales=scales, column_scale=column_scale)
+    codes, scale = out[2:] if transposed else out[:2]
+    values = decode_fp8(codes) * scale
+    values = values if column_scale is None else values / column_scale
+    return values.t() if transposed else values
+
+
+def gradient_of_output(dy, recipe, weight):
+    """Values of dy [rows, out] for dgrad; with rowwise scaling it is cast times weight's scales."""
+    if recipe.quantizer != "rowwise":
+        return quantized(dy, recipe, "grad", False)
+    formats, scales = recipe.fp8_format.value, recipe.scales
+    scale_inv = row_quantize.reference(weight, formats.fwd_dtype, scales=scales).rowwise_scale_inv
+    return rowwise_quantized(dy, formats.bwd_dtype, scales, column_scale=scale_inv[:, 0])
 
 
 def product(a, b):
@@ -78,7 +98,7 @@ class EmulatedLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         recipe = ctx.recipe
         dx = product(
-            quantized(dy, recipe, "grad", False), quantized(weight, recipe, "weight", True)
+            gradient_of_output(dy, recipe, weight), quantized(weight, recipe, "weight", True)
         )
         dw = product(quantized(dy, recipe, "grad", True).t(), quantized(x, recipe, "input", True))
         return dx, dw, dy.double().sum(0).float() if ctx.has_bias else None, None

@@ -20,6 +20,7 @@ from apex_te.ops import (
     moe_permute,
     mx_quantize,
     rms_norm,
+    row_quantize,
 )
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -119,6 +120,13 @@ def block_output(rows: int, cols: int) -> Any:
     return block_quantize.BlockQuantized(
         torch.zeros(rows, cols, dtype=E4M3), torch.ones(block_quantize.scale_shape(rows, cols, 1)),
         torch.zeros(cols, rows, dtype=E4M3), torch.ones(block_quantize.scale_shape(cols, rows, 1)),
+    )  # fmt: skip
+
+
+def row_output(rows: int, cols: int) -> Any:
+    return row_quantize.RowQuantized(
+        torch.zeros(rows, cols, dtype=E4M3), torch.ones(rows, 1),
+        torch.zeros(cols, rows, dtype=E4M3), torch.ones(cols, 1),
     )  # fmt: skip
 
 
@@ -378,6 +386,14 @@ def make_case(name: str, rows: int = 32, cols: int = 64) -> Case:
         "fp8_gemm.fp8_gemm": lambda: Case(gemm_case(*shape, gelu=True), ("out",)),
         "fp8_gemm.block_scaled_gemm": lambda: Case(
             {**block_gemm_case(*shape), "a_block_rows": 1, "b_block_rows": 128}, ("out",)
+        ),
+        "rowwise_gemm.rowwise_gemm": lambda: Case(
+            gemm_case(*shape, a_scale_inv=torch.rand(rows, 1), b_scale_inv=torch.rand(16, 1)),
+            ("out",),
+        ),
+        "row_quantize.row_quantize": lambda: Case(
+            {"x": x, "fp8_dtype": E4M3, "column_scale": torch.rand(cols), "eps": 0.0,
+             "out": row_output(*shape)}, ("out",),
         ),
         "grouped_gemm.multiply_groups": lambda: Case(
             {"a": x, "b": torch.randn(2, 16, cols), "groups": groups(rows)}

@@ -12,8 +12,10 @@ from apex_te.ops import cast_transpose as given
 from apex_te.ops import current_scale as current
 from apex_te.ops import hif8
 from apex_te.ops import mx_quantize as mx
+from apex_te.ops import row_quantize as rows_of
 from apex_te.ops.block_quantize import block_quantize
 from apex_te.ops.mx_quantize import mx_quantize
+from apex_te.ops.row_quantize import row_quantize
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SHAPES = [
@@ -32,6 +34,16 @@ def scaled(cast, value):
 def of_amax(cast, value):
     """The cast, or its reference, with an amax of this value."""
     return lambda x, *args, **options: cast(x, *args, amax=one(value, x.device), **options)
+
+
+def with_column_scale(cast):
+    """The cast, or its reference, with scales of columns that differ by powers of ten."""
+
+    def call(x, *args, **options):
+        scale = 10.0 ** (torch.arange(x.shape[1], device=x.device) % 7 - 3) / 3
+        return cast(x, *args, column_scale=scale, **options)
+
+    return call
 
 
 def with_scale(fp8):
@@ -59,6 +71,13 @@ CASTS = {
     "block 128x128 of a server's scale": (
         block_quantize, blocks.reference,
         {"fp8_dtype": E5M2, "block_rows": 128, "scales": "server", "eps": 0.01}),
+    "row": (row_quantize, rows_of.reference, {"fp8_dtype": E4M3}),
+    "row E5M2, eps": (row_quantize, rows_of.reference, {"fp8_dtype": E5M2, "eps": 0.01}),
+    "row pow2": (row_quantize, rows_of.reference, {"fp8_dtype": E4M3, "scales": "pow2"}),
+    "row of any scale": (row_quantize, rows_of.reference, {"fp8_dtype": E5M2, "scales": "fp32"}),
+    "row of columns that are scaled": (
+        with_column_scale(row_quantize), with_column_scale(rows_of.reference),
+        {"fp8_dtype": E4M3}),
     "mx": (mx_quantize, mx.reference, {"fp8_dtype": E4M3}),
     "mx E5M2": (mx_quantize, mx.reference, {"fp8_dtype": E5M2}),
     "mx floor": (mx_quantize, mx.reference, {"fp8_dtype": E5M2, "rounding": "floor"}),
@@ -182,7 +201,7 @@ def test_misaligned_matrices(device, poison, cast):
     assert_is(out, expected)
 
 
-@pytest.mark.parametrize("cast", ["block 1x128", "block 128x128", "mx"])
+@pytest.mark.parametrize("cast", ["block 1x128", "block 128x128", "row", "mx"])
 def test_given_outputs_may_be_padded(device, cast):
     run, _, options = CASTS[cast]
     x = torch.randn(130, 136, device=device)

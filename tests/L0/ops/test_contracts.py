@@ -81,7 +81,7 @@ FORMS = {
 NEEDS = {"up_bias": ["bias"], "act_columnwise": ["act_scale"]}
 QUANTIZE = ["current_scale_fwd", "current_scale_cast", "hif8_quantize", "hif8_current", "hif8_cast"]
 BLOCK_CASTS = ["grouped_block_quantize", "grouped_block_quantize_matrices", "grouped_block_cast"]
-ONE_OF = {name: {"rowwise", "columnwise"} for name in QUANTIZE + BLOCK_CASTS}
+ONE_OF = {name: {"rowwise", "columnwise"} for name in [*QUANTIZE, *BLOCK_CASTS, "row_quantize"]}
 # Optional tensors that one form of a call cannot do without.
 NEEDED = {name: {"freqs", "cos", "cu_seqlens"} for name in ("rope_fwd", "rope_bwd")}
 NEEDED |= {name: {"row_of"} for name in GROUPED_CASTS}
@@ -99,11 +99,8 @@ NOT_EMPTY = {
 }  # fmt: skip
 # Of kernels alone: tensors that they do not take, and what cuBLASLt requires.
 CPU_ONLY = dict.fromkeys(("bias_dropout_add_fwd", "bias_dropout_add_bwd"), ("mask",))
-NOT_EMPTY_ON_GPU = {
-    (name, letter)
-    for name in ("fp8_gemm", "fp8_gemm_epilogue", "fp8_gemm_block", "wgrad_gemm")
-    for letter in "mnk"
-}
+PRODUCTS = ("fp8_gemm", "fp8_gemm_block", "fp8_gemm_rows", "wgrad_gemm")
+NOT_EMPTY_ON_GPU = {(name, letter) for name in (*PRODUCTS, "fp8_gemm_epilogue") for letter in "mnk"}
 # Their letters follow from what comes later, or are those of a scalar.
 FREE = {
     "x", "keys", "other_x", "input", "inp", "table", "row_id_map", "routing_map", "freqs", "cos",
@@ -123,9 +120,7 @@ CHECKS = {
         "dense_gemm_swiglu": "check_gated(args)",
         "dense_gemm_swiglu_bwd": "check_gated_bwd(args)",
     },
-    "fp8_gemm/fp8_gemm.h": {
-        each: f"check_{each}(args)" for each in ("fp8_gemm", "fp8_gemm_block", "wgrad_gemm")
-    },
+    "fp8_gemm/fp8_gemm.h": {each: f"check_{each}(args)" for each in PRODUCTS},
     "grouped_cast/grouped_cast.h": {
         "grouped_cast": "check_grouped_cast(args, false)",
         "grouped_block_cast": "check_grouped_cast(args, true)",

@@ -38,6 +38,7 @@ CASTS = (
     "current_scale.",
     "hif8.q",
     "mx_quantize.mx_q",
+    "row_quantize.",
 )
 ELEMENTWISE = ("activation.", "bias_gelu.", "rope.")
 SIZES = ((72, 302), (8, 3014))
@@ -49,7 +50,8 @@ def choices(name, args):
     parameters = inspect.signature(find(name)).parameters
     own = [option for option in OPTIONS if option in parameters]
     if "scales" in own:  # tensors, or a rule, whose former form is pow2
-        own.remove("scales" if "scales" in args else "pow2")
+        chosen = "scales" if "scales" in args else "pow2"
+        own = [option for option in own if option != chosen]
     if "out" in args or name.startswith(
         ("dense_gemm_swiglu.", "grouped_", "fp8_gemm.", "emulated_")
     ):

@@ -38,6 +38,8 @@ DENSE = {
     "moe_permute.tokens_of_rows": {"row_id_map"},
     "moe_permute.unpermute": {"row_id_map"},
     "moe_permute.unpermute_bwd": {"inp", "probs", "row_id_map"},
+    "row_quantize.row_quantize": {"column_scale"},
+    "rowwise_gemm.rowwise_gemm": {"a", "b"},
     "mx_quantize.mx_dequantize": {"scale"},
     "rms_norm.rms_norm_bwd": {"rstd"},
     "rope.rope": {"starts"},

@@ -1,0 +1,153 @@
+"""FP8 GEMMs of operands that have a scale for each row: fprop, dgrad and wgrad."""
+
+from __future__ import annotations
+
+import torch
+
+from .. import runtime
+from ..runtime.device import has_fp8_products, nvidia_capability
+from . import fp8_gemm as one_scale
+from . import product_count, reference_codec
+from ._gemm_arguments import check_addend, prepare
+from .binding import bind_call, checked, note_written
+from .emulated_gemm import emulated_fp8_gemm
+from .product_count import float32_product
+
+_lib = runtime.ops("fp8_gemm")
+
+
+@checked
+def rowwise_gemm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b_scale_inv: torch.Tensor | None,
+    *,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    bias: torch.Tensor | None = None,
+    accumulate: bool = False,
+    use_split_accumulator: bool = False,
+    c: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Computes out[M, N] = (a[M, K] @ b[N, K].T) * a_scale_inv * b_scale_inv.T + bias + c.
+
+    On sm_90 cuBLASLt (12.9 or later) applies the scales; elsewhere the sums of a GEMM without
+    scales are multiplied by them.
+
+    Args:
+        a: [M, K] FP8, contiguous: a copy that ``row_quantize`` has made.
+        b: [N, K] FP8, contiguous.
+        a_scale_inv: float32 [M, 1].
+        b_scale_inv: float32 [N, 1]; None multiplies by ``a_scale_inv`` alone.
+        out: [M, N] to write, in a dtype listed for ``out_dtype``; a new tensor unless given.
+        out_dtype: dtype of a new tensor: bfloat16, float16 or float32.
+        bias, accumulate, use_split_accumulator, c: as in ``fp8_gemm``.
+
+    Returns:
+        The output [M, N]: ``out`` or the new tensor.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: the shape or device of an argument does not match.
+        NotImplementedError: both operands are E5M2.
+    """
+    is_given = out is not None
+    out, bias = prepare("rowwise_gemm", a, b, out, out_dtype, bias, accumulate)
+    for name, scale_inv, operand in (("a", a_scale_inv, a), ("b", b_scale_inv, b)):
+        wanted = [operand.shape[0], 1]
+        if scale_inv is None and name == "b":
+            continue
+        if list(scale_inv.shape) != wanted or scale_inv.dtype is not torch.float32:
+            raise ValueError(
+                f"rowwise_gemm: {name}_scale_inv must be float32 {wanted}, "
+                f"got {list(scale_inv.shape)} of {scale_inv.dtype}"
+            )
+    if c is not None:
+        check_addend("rowwise_gemm", c, out, accumulate, False)
+    a_scale_inv, b_scale_inv, bias = (
+        None if x is None else x.contiguous() for x in (a_scale_inv, b_scale_inv, bias)
+    )
+    _multiply(a, b, a_scale_inv, b_scale_inv, out, bias, c, accumulate, use_split_accumulator)
+    if is_given:
+        note_written(out)
+    return out
+
+
+def _run(a, b, a_scale_inv, b_scale_inv, out, bias, c, accumulate, use_split_accumulator):
+    if a.shape[1] == 0 or out.numel() == 0:
+        product_count.add()
+        one_scale._run_empty(out, bias, c, None, accumulate)
+        return
+    if b_scale_inv is None:
+        b_scale_inv = a_scale_inv.new_ones(b.shape[0], 1)
+    operands = (a, b, a_scale_inv, b_scale_inv)
+    if _is_taken(operands, c, out):
+        scratch = runtime.workspace(out.device, one_scale.WORKSPACE_BYTES)
+        try:
+            _lib.fp8_gemm_rows(
+                *operands, out, bias, c, scratch, accumulate, use_split_accumulator, 0
+            )
+        except NotImplementedError:
+            pass  # cuBLASLt has no such product of these dtypes
+        else:
+            product_count.add()
+            return
+    # Not in place: a selective checkpoint may have saved the product.
+    result = _sums(a, b, use_split_accumulator) * a_scale_inv * b_scale_inv.t()
+    for addend in (bias, c):
+        if addend is not None:
+            result = result + addend
+    if accumulate:
+        out.add_(result)
+    else:
+        out.copy_(result)
+
+
+def _is_taken(operands, c, out) -> bool:
+    """Returns True if cuBLASLt takes operands and scales, aligned to 16 bytes, on this device."""
+    a, b, a_scale_inv, b_scale_inv = operands
+    if nvidia_capability(a.device) != (9, 0):
+        return False
+    scales = a_scale_inv.data_ptr() | b_scale_inv.data_ptr()
+    return one_scale._is_taken(a, b, c, out) and not scales % 16
+
+
+def _sums(a, b, use_split_accumulator) -> torch.Tensor:
+    """Returns ``a @ b.T`` of the data without scales, in float32."""
+    if not a.is_cuda:
+        product_count.add()
+        values = one_scale._decoded("rowwise_gemm", a, b)
+        return float32_product(next(values), next(values).t())
+    one = torch.ones(1, device=a.device)
+    if not has_fp8_products(a.device):
+        return emulated_fp8_gemm(a, b, one, one, out_dtype=torch.float32)
+    return one_scale.fp8_gemm(
+        a, b, one, one, out_dtype=torch.float32, use_split_accumulator=use_split_accumulator
+    )
+
+
+def reference(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    c: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Computes ``rowwise_gemm`` in float64 from the decoded operands; returns [M, N]."""
+    x, w = (
+        reference_codec.decode_fp8(codes).double() * scale_inv.double()
+        for codes, scale_inv in ((a, a_scale_inv), (b, b_scale_inv))
+    )
+    product = x @ w.t()
+    product = product if bias is None else product + bias.double()
+    return product if c is None else product + c.double()
+
+
+_multiply = bind_call(
+    "rowwise_gemm(Tensor a, Tensor b, Tensor a_scale_inv, Tensor? b_scale_inv, Tensor(a!) out, "
+    "Tensor? bias, Tensor? c, bool accumulate, bool use_split_accumulator) -> ()",
+    _run,
+)

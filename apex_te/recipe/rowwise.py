@@ -1,0 +1,52 @@
+"""RowwiseScaling: a scale for each token, and for each output channel of a weight."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, InitVar, dataclass
+from typing import ClassVar
+
+from ..runtime.op_options import block_scales
+from . import Format, FormatOrName, GemmFlags, Recipe
+
+__all__ = ["RowwiseScaling"]
+
+
+@dataclass(frozen=True)
+class RowwiseScaling(Recipe, name="rowwise"):
+    """Recipe with one scale for each row of an operand: a token's, or a weight's output channel's.
+
+    These are the scales of checkpoints by channel (FBGEMM, compressed-tensors' ``FP8_DYNAMIC``) and
+    of engines with dynamic scales per token. Forward reads the weight's rows. For the gradient of
+    the input the output's gradient, times the weight's scales, is cast with a scale for each token,
+    and multiplied by the same FP8 data: the weight is not rounded again. For the weight's gradient
+    both operands have a scale for each of their columns.
+
+    Args:
+        fp8_format: ``Format.E4M3`` or ``Format.HYBRID``, or its name.
+        scales: ``"server"``, ``"fp32"`` or ``"pow2"``, as in ``BlockScaling``.
+        eps: lower bound of the amax from which a row's scale is computed; with ``"server"`` it is
+            at least 1e-10.
+        override_linear_precision, use_split_accumulator, interval, backward, fp8_dpa, fp8_mha: as
+            in ``CurrentScaling``.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as for ``DelayedScaling``.
+    """
+
+    _: KW_ONLY
+    fp8_format: FormatOrName = Format.E4M3  # type: ignore[assignment]
+    scales: str = "server"
+    eps: float = 0.0
+    override_linear_precision: GemmFlags = (False, False, False)
+    use_split_accumulator: GemmFlags = (False, True, True)
+    interval: int = 1
+    backward: str | None = None
+    fp8_dpa: InitVar[bool] = False
+    fp8_mha: InitVar[bool] = False
+
+    quantizer: ClassVar[str] = "rowwise"
+
+    def __post_init__(self, fp8_dpa: bool, fp8_mha: bool) -> None:
+        self._check_shared(fp8_dpa, fp8_mha)
+        object.__setattr__(self, "scales", block_scales(self._name, self.scales, None))
+        self._check_eps(self.eps)
