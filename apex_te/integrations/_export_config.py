@@ -69,7 +69,7 @@ def quantization_config(export: Export, ignored: list[str]) -> dict[str, Any]:
 
 
 def _compressed_tensors(export: Export, ignored: list[str]) -> dict[str, Any]:
-    """Returns the configuration of compressed-tensors' format "float-quantized"."""
+    """Returns the configuration of compressed-tensors for the options of ``export``."""
     weights = _arguments("block" if export.blocks else "tensor", dynamic=False)
     if export.blocks:
         weights["block_structure"] = [BLOCK, BLOCK]
@@ -79,6 +79,19 @@ def _compressed_tensors(export: Export, ignored: list[str]) -> dict[str, Any]:
         inputs = _arguments("token", dynamic=True)
     else:
         inputs = _arguments("tensor", dynamic=False)
+    return _float_quantized(weights, inputs, ignored)
+
+
+def channel_config(ignored: list[str]) -> dict[str, Any]:
+    """Returns compressed-tensors' configuration of scales by output channel and by token."""
+    weights = _arguments("channel", dynamic=False)
+    return _float_quantized(weights, _arguments("token", dynamic=True), ignored)
+
+
+def _float_quantized(
+    weights: dict[str, Any], inputs: dict[str, Any], ignored: list[str]
+) -> dict[str, Any]:
+    """Returns the configuration of compressed-tensors' format "float-quantized"."""
     group = {
         "targets": ["Linear"],
         "weights": weights,

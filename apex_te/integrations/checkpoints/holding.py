@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional
 
 from ...fp8.parameter.parameter import FP8Parameter
-from ...recipe import BlockScaling, CurrentScaling, DelayedScaling, Recipe
-from .description import BLOCK, Form
+from ...recipe import BlockScaling, CurrentScaling, DelayedScaling, Recipe, RowwiseScaling
+from .description import BLOCK, BLOCKS, CHANNEL, Form
 from .mapping import Held
 
 
@@ -43,6 +43,8 @@ def form_of(recipe: Recipe) -> Form | None:
     """Returns the form in which a recipe's weights are held; None if no file has it."""
     if isinstance(recipe, BlockScaling):
         return Form.BLOCK
+    if isinstance(recipe, RowwiseScaling):
+        return Form.CHANNEL
     return Form.TENSOR if isinstance(recipe, (CurrentScaling, DelayedScaling)) else None
 
 
@@ -53,8 +55,9 @@ def keeps_bytes(recipe: Recipe, scale: torch.Tensor, held: Held) -> bool:
         return False
     if form is Form.TENSOR:  # parts of a matrix must have the same scale
         return bool((scale == scale[..., :1, :]).all())
-    blocks = held.stored.block == (BLOCK, BLOCK)
-    return blocks and (not getattr(recipe, "pow2", False) or are_powers_of_two(scale))
+    known = held.stored.block in (BLOCKS.block, CHANNEL.block)
+    any_scale = getattr(recipe, "scales", None) != "pow2"
+    return known and (any_scale or are_powers_of_two(scale))
 
 
 def parameter_of(
@@ -65,7 +68,7 @@ def parameter_of(
         return _cast_again(codes, scale, held, recipe)
     if held.stored.form is Form.TENSOR:
         scale = scale[..., 0, :]
-    else:
+    elif held.stored.form is Form.BLOCK:
         codes = padded(codes, held.parts)
     return FP8Parameter.from_codes(codes, scale, recipe, held.dtype)
 

@@ -58,12 +58,14 @@ def from_fp8_checkpoint(
     |``"fp8"``, ``"compressed-tensors"``, ``"modelopt"``|128x128 blocks|``BlockScaling``|
     |the same, with dynamic inputs|one for a weight|``CurrentScaling``|
     |the same, with static inputs|one for a weight|``DelayedScaling``, with the inputs' scales|
+    |``"compressed-tensors"``, ``"modelopt"``, ``"fbgemm_fp8"``|by channel|``RowwiseScaling``|
 
-    Use ``model.hf_quantizer.recipe`` in ``fp8_autocast``. Weights with other scales, by channel
-    (``"fbgemm_fp8"`` and others) or by groups of 32 (``"mxfp8"``), are refused, unless ``recipe``
-    is given: it casts the decoded weights again, one matrix at a time, and files of the model get
-    the layout of ``"fp8"``. The same happens to scales that differ where a model joins weights, and
-    to those that are not powers of two if the recipe's are.
+    Use ``model.hf_quantizer.recipe`` in ``fp8_autocast``. Weights with other scales, those of
+    groups of 32 (``"mxfp8"``), are refused, unless ``recipe`` is given: it casts the decoded
+    weights again, one matrix at a time, and files of the model get the layout of ``"fp8"``, or of
+    ``"compressed-tensors"`` with ``RowwiseScaling``. The same happens to scales that differ where a
+    model joins weights, and to those that are not powers of two if the recipe's are. Upper bounds
+    of the inputs' scales (FBGEMM's ``activation_scale_ub``) are not applied.
 
     Experts with a gate and up projection that are not a multiple of 128 features get more features,
     which are zeros and stay so; files do not have them.

@@ -16,7 +16,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from .description import BLOCK, Form, Header, Stored
+from .description import BLOCK, BLOCKS, CHANNEL, TENSOR, Form, Header, Stored
 
 
 class Held(NamedTuple):
@@ -139,7 +139,8 @@ def find_weights(
         )
     for name, held in found.items():
         found[name] = held = held._replace(parts=len(sources[name]))
-        if held.parts > 1 and len(held.shape) == 2 and held.shape[0] // held.parts % BLOCK:
+        cut = held.parts > 1 and len(held.shape) == 2 and held.shape[0] // held.parts % BLOCK
+        if cut and held.stored.form is not Form.CHANNEL:
             raise NotImplementedError(
                 f"from_fp8_checkpoint: {held.key} must have a multiple of {BLOCK} rows to be "
                 f"joined to {name}, got {held.shape[0] // held.parts}"
@@ -166,18 +167,18 @@ def _companion(name: str, key: str, scale: str) -> str:
 
 def cast_by(name: str, held: Held, form: Form, scale_key: str) -> Held:
     """Returns how the weight ``name`` is written that was cast again, with scales of ``form``."""
-    block = BLOCK if form is Form.BLOCK else 0
+    block = {Form.BLOCK: BLOCKS, Form.CHANNEL: CHANNEL}.get(form, TENSOR).block
     *count, rows, cols = held.shape
     shape: tuple[int, ...] = (1,)
-    if block:
-        shape = -(-(rows // held.parts) // block), -(-cols // block)
+    if block[0]:
+        shape = -(-(rows // held.parts) // block[0]), -(-cols // (block[1] or cols))
     if held.pattern is None:
         shape = (*count, *shape)
     if held.key.endswith(".weight"):
         scale = held.key.removesuffix("weight") + scale_key
     else:
         scale = f"{held.key}_{scale_key.removeprefix('weight_')}"
-    stored = Stored(form, (block, block), scale, Header(torch.float32, shape))
+    stored = Stored(form, block, scale, Header(torch.float32, shape))
     own = _companion(name, held.key, scale)
     return held._replace(stored=stored, scale=own, input_scale=None)
 

@@ -17,10 +17,10 @@ from transformers.quantizers import (
 )
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ...recipe import BlockScaling, CurrentScaling, DelayedScaling, Recipe
-from .._export_config import Export, quantization_config
+from ...recipe import BlockScaling, CurrentScaling, DelayedScaling, Recipe, RowwiseScaling
+from .._export_config import Export, channel_config, quantization_config
 from .._fp8_entries import is_spread
-from .description import BLOCK, Checkpoint, Form
+from .description import BLOCKS, CHANNEL, TENSOR, Checkpoint, Expected, Form
 from .headers import read_headers
 from .holding import (
     are_powers_of_two,
@@ -217,6 +217,7 @@ class CheckpointQuantizer(HfQuantizer):
         recipes: dict[Form, Recipe] = {
             Form.BLOCK: BlockScaling(pow2=pow2),
             Form.TENSOR: DelayedScaling() if self.checkpoint.static else CurrentScaling(),
+            Form.CHANNEL: RowwiseScaling(),
         }
         self.recipe = recipes[counts.most_common(1)[0][0]]
         return recipes
@@ -227,17 +228,19 @@ class CheckpointQuantizer(HfQuantizer):
         form = form_of(self.recipe)
         if form is None:
             return
-        export = Export("fp8", form.value, "dynamic")
         ignored = [
             name
             for name, module in model.named_modules()
             if f"{name}.weight" not in self.held and not isinstance(module, nn.Embedding)
             if getattr(module._parameters.get("weight"), "ndim", 0) == 2
         ]
-        self.quantization_config.original = quantization_config(export, ignored)
-        self.held = {
-            name: cast_by(name, held, form, export.scale_key) for name, held in self.held.items()
-        }
+        if form is Form.CHANNEL:
+            key, config = "weight_scale", channel_config(ignored)
+        else:
+            export = Export("fp8", form.value, "dynamic")
+            key, config = export.scale_key, quantization_config(export, ignored)
+        self.quantization_config.original = config
+        self.held = {name: cast_by(name, held, form, key) for name, held in self.held.items()}
         mapping = [c for c in model._weight_conversions if not joins_scales(c)]
         model._weight_conversions = self.update_weight_conversions(mapping, model)
 
@@ -262,7 +265,7 @@ class CheckpointQuantizer(HfQuantizer):
         """Raises NotImplementedError for weights in a form that no file has."""
         if self.recipe is None or form_of(self.recipe) is None:
             raise NotImplementedError(
-                f"{owner}: weights must be held by BlockScaling, CurrentScaling or "
+                f"{owner}: weights must be held by BlockScaling, RowwiseScaling, CurrentScaling or "
                 f"DelayedScaling to be written in FP8, got {type(self.recipe).__name__}"
             )
 
@@ -282,13 +285,13 @@ def _check_forms(weights: dict[str, Held]) -> None:
     """Raises an error for weights that no FP8 Parameter holds as they are."""
     for held in weights.values():
         form, block = held.stored.form, held.stored.block
-        if (form, block) not in ((Form.TENSOR, (0, 0)), (Form.BLOCK, (BLOCK, BLOCK))):
+        if Expected(form, block) not in (TENSOR, BLOCKS, CHANNEL):
             raise _needs_recipe(held, f"{form.value} scales of {list(block)}")
 
 
 def _needs_recipe(held: Held, found: str) -> NotImplementedError:
     return NotImplementedError(
         "from_fp8_checkpoint: recipe must be given, which casts the decoded weights again, for "
-        f"weights with other scales than one each or those of 128x128 blocks, got {held.key} with "
-        f"{found}"
+        "weights with other scales than one each, one for each row or those of 128x128 blocks, got "
+        f"{held.key} with {found}"
     )

@@ -22,11 +22,11 @@ from apex_te.integrations.experts import StackedExperts
 from apex_te.integrations.huggingface import FP8Callback
 from apex_te.module.linear import Linear
 from apex_te.optimizers import FusedAdam
-from apex_te.recipe import BlockScaling, CurrentScaling, DelayedScaling
+from apex_te.recipe import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
 
 pytest.importorskip("transformers", "5.23")
 
-HELD = [name for name in LAYOUTS if "channel" not in name and name not in ("fbgemm", "mxfp8")]
+HELD = [name for name in LAYOUTS if name != "mxfp8"]
 NAMES = [name for name in MODELS if "fsdp" not in name]
 
 
@@ -44,6 +44,8 @@ def cases():
 def recipe_of(layout):
     """The recipe that a layout's model is to have."""
     _, _, form, dtype, static = LAYOUTS[layout]
+    if form in ((1, 0), (-1,)):
+        return RowwiseScaling()
     if len(form) > 1:
         return BlockScaling(pow2=not dtype.is_floating_point or dtype.itemsize == 1)
     return DelayedScaling() if static else CurrentScaling()
@@ -97,7 +99,13 @@ def test_bytes_read_are_held_and_written(layout, model, fuse, device, tmp_path):
 
 @pytest.mark.parametrize(
     ("layout", "model"),
-    [("fp8", "qwen3_moe edges"), ("fp8 bytes", "deepseek_v3"), ("ct tensor", "qwen3_moe")],
+    [
+        ("fp8", "qwen3_moe edges"),
+        ("fp8 bytes", "deepseek_v3"),
+        ("ct tensor", "qwen3_moe"),
+        ("ct channel", "qwen3_moe edges"),
+        ("fbgemm", "deepseek_v3"),
+    ],
 )
 def test_gradients_are_those_of_the_decoded_model(layout, model, device, tmp_path):
     """Outside of a region; in one, layers differ by the casts of activations, not of weights."""
@@ -153,10 +161,11 @@ def of_layer(layer, x, *others, recipe=None):
     return y.detach(), x.grad, *(p.grad for p in layer.parameters())
 
 
+@pytest.mark.parametrize("layout", ["ct block", "ct channel"])
 @pytest.mark.parametrize("fuse", [False, True], ids=["converted", "fused"])
 @pytest.mark.filterwarnings("ignore:from_torch")
-def test_what_is_not_trained_keeps_its_bytes(fuse, device, tmp_path):
-    wanted, _ = release("qwen3_moe edges", "ct block", tmp_path / "read")
+def test_what_is_not_trained_keeps_its_bytes(fuse, layout, device, tmp_path):
+    wanted, _ = release("qwen3_moe edges", layout, tmp_path / "read")
     model = load(tmp_path / "read", device, fuse=fuse)
     recipe = model.hf_quantizer.recipe
     trained = {n: p for n, p in fp8_weights(model).items() if "layers.1" in n and "k_norm" not in n}
@@ -216,7 +225,7 @@ def test_lora_leaves_all_bytes_and_merges(tmp_path):
 @pytest.mark.parametrize(
     ("layout", "model", "fuse"),
     [("ct block", "qwen3_moe edges", False), ("fp8 bytes", "llama", True),
-     ("fp8 static", "mixtral", False)],
+     ("fp8 static", "mixtral", False), ("modelopt channel", "llama", True)],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore:from_torch")
 def test_trainer_trains_all_weights_and_resumes_bitwise(layout, model, fuse, tmp_path):

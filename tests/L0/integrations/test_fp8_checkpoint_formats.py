@@ -11,23 +11,34 @@ from apex_te import conversion_summary, export_fp8, from_fp8_checkpoint
 from apex_te.fp8.parameter.parameter import FP8Parameter
 from apex_te.integrations.checkpoints.description import Form, Header
 from apex_te.integrations.checkpoints.reader import read_checkpoint
-from apex_te.recipe import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling
+from apex_te.recipe import (
+    BlockScaling,
+    CurrentScaling,
+    DelayedScaling,
+    MXFP8Scaling,
+    RowwiseScaling,
+)
 
 pytest.importorskip("transformers", "5.23")
 
 E4M3, F32 = torch.float8_e4m3fn, torch.float32
-AGAIN = [name for name in LAYOUTS if "channel" in name or name in ("fbgemm", "mxfp8")]
+RECIPES = {"block": BlockScaling(), "tensor": CurrentScaling(), "channel": RowwiseScaling()}
+CHANNELS = ("ct channel", "fbgemm", "modelopt channel")
+AGAIN = [
+    *zip(CHANNELS, ("llama", "qwen3_moe edges", "deepseek_v3"), strict=True),
+    ("mxfp8", "mixtral"), ("fp8 tensor", "qwen3_moe edges"), ("fp8", "qwen3 edges"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("recipe", [BlockScaling(), CurrentScaling()], ids=["block", "tensor"])
 @pytest.mark.parametrize(
-    ("layout", "model"),
-    [*zip(AGAIN, ("llama", "qwen3_moe edges", "deepseek_v3", "mixtral"), strict=True),
-     ("fp8 tensor", "qwen3_moe edges"), ("fp8", "qwen3 edges")],
+    ("layout", "model", "form"),
+    [(*each, form) for each in AGAIN for form in RECIPES
+     if form != "channel" or each[0] not in CHANNELS],
 )  # fmt: skip
-def test_other_scales_are_cast_again_if_asked_for(layout, model, recipe, tmp_path):
+def test_other_scales_are_cast_again_if_asked_for(layout, model, form, tmp_path):
+    recipe = RECIPES[form]
     _, decoded = release(model, layout, tmp_path / "read")
-    if layout != "fp8":
+    if layout in ("mxfp8", "fp8 tensor"):
         with pytest.raises(NotImplementedError, match="recipe must be given"):
             from_fp8_checkpoint(tmp_path / "read")
     loaded = from_fp8_checkpoint(tmp_path / "read", recipe=recipe, dtype=torch.float32)
@@ -52,10 +63,11 @@ def test_other_scales_are_cast_again_if_asked_for(layout, model, recipe, tmp_pat
     assert f"weights in FP8, cast again by {type(recipe).__name__}" in shown
     export_fp8(loaded, tmp_path / "exported", layout="file")
     config = json.loads((tmp_path / "exported/config.json").read_text())["quantization_config"]
-    assert config["quant_method"] == "fp8"
+    assert config["quant_method"] == ("compressed-tensors" if form == "channel" else "fp8")
     gates = {n.removesuffix(".weight") for n in decoded if n.endswith(".gate.weight")}
     if model != "mixtral":  # whose names differ from the files'
-        assert set(config["modules_to_not_convert"]) == {"lm_head"} | gates
+        ignored = config["ignore" if form == "channel" else "modules_to_not_convert"]
+        assert set(ignored) == {"lm_head"} | gates
     again = from_fp8_checkpoint(tmp_path / "exported", dtype=torch.float32)
     assert not again.hf_quantizer.cast_again
     assert again.hf_quantizer.recipe == recipe
@@ -231,7 +243,7 @@ def test_static_scales_start_delayed_scaling_and_follow_it(tmp_path):
     assert now >= scale
 
 
-@pytest.mark.parametrize("layout", ["ct tensor", "ct block", "fp8", "fp8 tensor"])
+@pytest.mark.parametrize("layout", ["ct tensor", "ct block", "ct channel", "fp8", "fp8 tensor"])
 def test_other_libraries_decode_the_same_values(layout, tmp_path):
     """From what is written, by their own readers: transformers' and compressed-tensors'."""
     release("qwen3 edges", layout, tmp_path / "read")
