@@ -6,11 +6,13 @@ import torch
 
 from .. import runtime
 from ..runtime.device import has_fp8_products, nvidia_capability
-from . import fp8_gemm as one_scale
+from ..runtime.scratch_sizes import GEMM_BYTES as WORKSPACE_BYTES
 from . import product_count, reference_codec
-from ._gemm_arguments import check_addend, prepare
-from .binding import bind_call, checked, note_written
+from ._gemm_arguments import check_addend, check_operands, prepare
+from ._gemm_operands import MULTIPLE, decoded, is_taken, run_empty
+from .binding import bind_call, check_dense, checked, note_written
 from .emulated_gemm import emulated_fp8_gemm
+from .fp8_gemm import multiply_into
 from .product_count import float32_product
 
 _lib = runtime.ops("fp8_gemm")
@@ -53,10 +55,13 @@ def rowwise_gemm(
         NotImplementedError: both operands are E5M2.
     """
     is_given = out is not None
+    given = {"a_scale_inv": a_scale_inv, "b_scale_inv": b_scale_inv, "bias": bias, "c": c}
+    check_dense("rowwise_gemm", a=a, b=b, out=out, **given)
+    check_operands("rowwise_gemm", a, b)
     out, bias = prepare("rowwise_gemm", a, b, out, out_dtype, bias, accumulate)
     for name, scale_inv, operand in (("a", a_scale_inv, a), ("b", b_scale_inv, b)):
         wanted = [operand.shape[0], 1]
-        if scale_inv is None and name == "b":
+        if scale_inv is None:
             continue
         if list(scale_inv.shape) != wanted or scale_inv.dtype is not torch.float32:
             raise ValueError(
@@ -65,9 +70,9 @@ def rowwise_gemm(
             )
     if c is not None:
         check_addend("rowwise_gemm", c, out, accumulate, False)
-    a_scale_inv, b_scale_inv, bias = (
-        None if x is None else x.contiguous() for x in (a_scale_inv, b_scale_inv, bias)
-    )
+    a_scale_inv = a_scale_inv.contiguous()
+    b_scale_inv = None if b_scale_inv is None else b_scale_inv.contiguous()
+    bias = None if bias is None else bias.contiguous()
     _multiply(a, b, a_scale_inv, b_scale_inv, out, bias, c, accumulate, use_split_accumulator)
     if is_given:
         note_written(out)
@@ -77,13 +82,13 @@ def rowwise_gemm(
 def _run(a, b, a_scale_inv, b_scale_inv, out, bias, c, accumulate, use_split_accumulator):
     if a.shape[1] == 0 or out.numel() == 0:
         product_count.add()
-        one_scale._run_empty(out, bias, c, None, accumulate)
+        run_empty(out, bias, c, None, accumulate)
         return
     if b_scale_inv is None:
         b_scale_inv = a_scale_inv.new_ones(b.shape[0], 1)
     operands = (a, b, a_scale_inv, b_scale_inv)
-    if _is_taken(operands, c, out):
-        scratch = runtime.workspace(out.device, one_scale.WORKSPACE_BYTES)
+    if _applies_scales(operands, c, out):
+        scratch = runtime.workspace(out.device, WORKSPACE_BYTES)
         try:
             _lib.fp8_gemm_rows(
                 *operands, out, bias, c, scratch, accumulate, use_split_accumulator, 0
@@ -104,27 +109,27 @@ def _run(a, b, a_scale_inv, b_scale_inv, out, bias, c, accumulate, use_split_acc
         out.copy_(result)
 
 
-def _is_taken(operands, c, out) -> bool:
+def _applies_scales(operands, c, out) -> bool:
     """Returns True if cuBLASLt takes operands and scales, aligned to 16 bytes, on this device."""
     a, b, a_scale_inv, b_scale_inv = operands
     if nvidia_capability(a.device) != (9, 0):
         return False
     scales = a_scale_inv.data_ptr() | b_scale_inv.data_ptr()
-    return one_scale._is_taken(a, b, c, out) and not scales % 16
+    return is_taken(a, b, c, out) and not scales % MULTIPLE
 
 
 def _sums(a, b, use_split_accumulator) -> torch.Tensor:
     """Returns ``a @ b.T`` of the data without scales, in float32."""
     if not a.is_cuda:
         product_count.add()
-        values = one_scale._decoded("rowwise_gemm", a, b)
+        values = decoded("rowwise_gemm", a, b)
         return float32_product(next(values), next(values).t())
     one = torch.ones(1, device=a.device)
     if not has_fp8_products(a.device):
         return emulated_fp8_gemm(a, b, one, one, out_dtype=torch.float32)
-    return one_scale.fp8_gemm(
-        a, b, one, one, out_dtype=torch.float32, use_split_accumulator=use_split_accumulator
-    )
+    out = a.new_empty((a.shape[0], b.shape[0]), dtype=torch.float32)
+    multiply_into(a, b, one, one, out, None, None, None, False, use_split_accumulator)
+    return out
 
 
 def reference(

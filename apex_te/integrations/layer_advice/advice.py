@@ -26,7 +26,8 @@ _APART = (
     " norms, which takes less time: run advise on its result for these times."
 )
 _NAMES = {"DelayedScaling": "delayed", "CurrentScaling": "tensorwise",
-          "BlockScaling": "blockwise", "MXFP8Scaling": "mxfp8"}  # fmt: skip
+          "BlockScaling": "blockwise", "MXFP8Scaling": "mxfp8",
+          "RowwiseScaling": "rowwise"}  # fmt: skip
 
 
 class LayerAdvice(NamedTuple):

@@ -17,7 +17,7 @@ from apex_te.ops.binding import bind
 # Functions that Python calls without torch.library.
 DIRECT = {
     "cast_transpose_pair", "cublaslt_version", "fp8_block_accumulate", "fp8_decode",
-    "fp8_gemm_epilogue", "peer_await", "peer_join", "peer_send", "peer_sum",
+    "fp8_gemm_epilogue", "fp8_gemm_rows", "peer_await", "peer_join", "peer_send", "peer_sum",
 }  # fmt: skip
 # Parameters of C functions that the registered Python function of that name supplies.
 SUPPLIED = {
