@@ -11,6 +11,9 @@ from grouped_splits import read_on_device
 
 from apex_te import GroupedLinear, Linear, fp8_autocast, fp8_model_init
 from apex_te.distributed import get_model_state_dict, set_model_state_dict
+from apex_te.distributed.state_dict.split_model import Entry
+from apex_te.distributed.state_dict.split_scales import parts_of_scales
+from apex_te.distributed.state_dict.split_tensor import Parts
 from apex_te.fp8.parameter.parameter import FP8Parameter
 from apex_te.ops.block_quantize import block_quantize
 from apex_te.recipe import BlockScaling, CurrentScaling, MXFP8Scaling
@@ -354,3 +357,14 @@ def test_refusals_of_writes():
     assert not other.has_free_scales
     with pytest.raises(NotImplementedError, match=r"got .* with MXFP8"):
         other.codes()
+
+
+def test_scales_of_rows_lie_as_the_rows_that_ranks_have():
+    """Rows that cut blocks have places; columns have none, since a rank's scales are not all's."""
+    rows, cols = Parts(0, 96, ((0, 40, 40),)), Parts(1, 128, ((0, 64, 64),))
+    entry, scales = Entry(("w",), "w", torch.Size((40, 64)), rows), torch.ones(40, 1)
+    assert parts_of_scales("save", "w", entry, scales) == rows
+    with pytest.raises(NotImplementedError, match=r"^save: .* split by rows, got w .*dimension 1"):
+        parts_of_scales("save", "w", entry._replace(parts=cols), scales)
+    with pytest.raises(NotImplementedError, match="in whole blocks of 128"):
+        parts_of_scales("save", "w", entry, torch.ones(1, 1))

@@ -21,7 +21,7 @@ HIDDEN, FFN, HEADS, TOKENS, BATCH = 64, 96, 4, 8, 2
 DELAYED = recipe.DelayedScaling(amax_history_len=4)
 
 
-RECIPES = {"first": FIRST_STEP, **chosen("delayed", "tensorwise", "hif8", "blockwise")}
+RECIPES = {"first": FIRST_STEP, **chosen("delayed", "tensorwise", "hif8", "blockwise", "rowwise")}
 
 
 class Layers(torch.nn.Module):

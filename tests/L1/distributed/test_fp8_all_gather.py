@@ -139,6 +139,11 @@ def test_blocks(two_ranks):
     two_ranks.run(_small, "linears", "blockwise", (64, 256, 512, 256))
 
 
+def test_rows_with_a_scale_each(two_ranks):
+    """A shard may have any number of rows: none shares its scale."""
+    two_ranks.run(_small, "linears", "rowwise", (48, 36, 20, 48))
+
+
 SMALL = {
     "frozen": ["first", "tensorwise"],
     "shared": ["first", "delayed", "tensorwise"],  # one weight of two modules

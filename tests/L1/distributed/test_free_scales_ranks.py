@@ -23,7 +23,7 @@ from tests.checks import codes
 from tests.free_scale_cases import FORMS, assert_holds, decoded, release
 
 ROWS, COLS = 512, 160
-FILES = ["block fp32", "block pow2", "tensor"]
+FILES = ["block fp32", "block pow2", "channel", "tensor"]
 OPTIMIZERS = {
     "torch": lambda p, lr: torch.optim.AdamW(p, lr, foreach=False),
     "fused": lambda p, lr: FusedAdam(p, lr, master_weights=True),

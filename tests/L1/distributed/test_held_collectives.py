@@ -12,7 +12,7 @@ from apex_te import flush_fp8_state, fp8_autocast, fp8_model_init
 from apex_te.fp8.parameter.parameter import FP8Parameter
 from apex_te.optimizers import FusedAdam
 
-RECIPES = chosen("delayed", "tensorwise", "blockwise", "mxfp8")
+RECIPES = chosen("delayed", "tensorwise", "blockwise", "mxfp8", "rowwise")
 
 
 def _held_model(recipe, seed):

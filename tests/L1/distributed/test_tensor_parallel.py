@@ -12,7 +12,7 @@ from apex_te.fp8.delayed.state import TENSORS
 from apex_te.recipe import BlockScaling, CurrentScaling, DelayedScaling
 
 RECIPES = {
-    **chosen("delayed", "tensorwise", "hif8", "blockwise"),
+    **chosen("delayed", "tensorwise", "hif8", "blockwise", "rowwise"),
     "unreduced": DelayedScaling(amax_history_len=4, reduce_amax=False),
     "dequantized": BlockScaling(backward="dequantized"),
     "high_precision": BlockScaling(backward="high_precision"),
