@@ -202,6 +202,15 @@ def _registered_forward(
     return _run(experts, made[0], hidden_states, top_k_index, top_k_weights)
 
 
+def hold_upright(experts: Any) -> None:
+    """Notes that weights which the class has transposed are ``[experts, out, in]`` by now.
+
+    Their own forward may not know; the suite's computes outside of ``fp8_autocast``, too.
+    """
+    experts.is_transposed = False
+    experts._apex_te_upright = True
+
+
 class StackedExperts(nn.Module):
     """Experts that have the weights of each linear layer in one Parameter, in FP8 inside a region.
 
@@ -231,7 +240,7 @@ class StackedExperts(nn.Module):
 
         ``top_k_index`` and ``top_k_weights`` are ``[tokens, k]``.
         """
-        if not self._in_fp8():
+        if not self._in_fp8() and not self.__dict__.get("_apex_te_upright"):
             out: torch.Tensor = super().forward(hidden_states, top_k_index, top_k_weights)
             return out
         if self._is_spread():

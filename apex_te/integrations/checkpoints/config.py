@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from .description import BLOCKS, CHANNEL, MXFP8, TENSOR, Expected, Form
+from .description import BLOCKS, CHANNEL, MXFP4, MXFP8, TENSOR, Expected, Form
 
 
 class Rules(NamedTuple):
@@ -143,5 +143,6 @@ _READERS: dict[str, Callable[[Mapping[str, Any]], Rules]] = {
     "fp8": _fine_grained,
     "mxfp8": _fine_grained,
     "compressed-tensors": _compressed_tensors,
+    "mxfp4": lambda config: Rules("mxfp4", False, _always(MXFP4)),
     "fbgemm_fp8": lambda config: Rules("fbgemm_fp8", False, _always(CHANNEL)),
 }

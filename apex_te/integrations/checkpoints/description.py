@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 BLOCK = 128
+PACKED = "_blocks"  # end of the keys of weights in MXFP4
 
 
 class Form(enum.Enum):
@@ -18,6 +19,7 @@ class Form(enum.Enum):
     BLOCK = "block"
     CHANNEL = "channel"
     GROUP = "group"  # of a row; those of 32 are MXFP8's
+    PACKED = "mxfp4"  # groups of 32, two codes of 4 bits in a byte
 
 
 class Header(NamedTuple):
@@ -66,6 +68,7 @@ TENSOR = Expected(Form.TENSOR, (0, 0))
 CHANNEL = Expected(Form.CHANNEL, (1, 0))
 BLOCKS = Expected(Form.BLOCK, (BLOCK, BLOCK))
 MXFP8 = Expected(Form.GROUP, (1, 32))
+MXFP4 = Expected(Form.PACKED, (1, 32))
 
 
 def scale_shapes(expected: Expected, shape: tuple[int, ...]) -> list[tuple[int, ...]]:

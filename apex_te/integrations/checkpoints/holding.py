@@ -13,6 +13,7 @@ from ...fp8.parameter.parameter import FP8Parameter
 from ...recipe import BlockScaling, CurrentScaling, DelayedScaling, Recipe, RowwiseScaling
 from .description import BLOCK, BLOCKS, CHANNEL, Form
 from .mapping import Held
+from .mxfp4 import in_blocks
 
 
 def widened(scale: torch.Tensor) -> torch.Tensor:
@@ -71,6 +72,22 @@ def parameter_of(
     elif held.stored.form is Form.BLOCK:
         codes = padded(codes, held.parts)
     return FP8Parameter.from_codes(codes, scale, recipe, held.dtype)
+
+
+def regrouped(
+    codes: torch.Tensor, scale: torch.Tensor, held: Held, recipe: Recipe
+) -> tuple[FP8Parameter | None, int]:
+    """Returns experts with powers of two for groups of 32 as an FP8 Parameter of blocks.
+
+    None instead of it if FP8 does not hold all values, whose number the int is.
+    """
+    made = [in_blocks(*each) for each in zip(codes, scale, strict=True)]
+    changed = sum(each[2] for each in made)
+    if changed:
+        return None, changed
+    stack = torch.stack([each[0].view(torch.uint8) for each in made]).view(codes.dtype)
+    scales = torch.stack([each[1] for each in made])
+    return FP8Parameter.from_codes(stack, scales, recipe, held.dtype), 0
 
 
 def padded(codes: torch.Tensor, parts: int) -> torch.Tensor:

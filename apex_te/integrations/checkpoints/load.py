@@ -60,6 +60,10 @@ def from_fp8_checkpoint(
     |the same, with static inputs|one for a weight|``DelayedScaling``, with the inputs' scales|
     |``"compressed-tensors"``, ``"modelopt"``, ``"fbgemm_fp8"``|by channel|``RowwiseScaling``|
 
+    Experts in MXFP4 (gpt-oss) are held in FP8 with 128x128 blocks, which have the same values where
+    the exponents of a block's groups differ by 14 at most; otherwise, as for other scales below.
+    Files of such a model get the layout of ``"fp8"``, with experts ``[experts, out, in]``.
+
     Use ``model.hf_quantizer.recipe`` in ``fp8_autocast``. Weights with other scales, those of
     groups of 32 (``"mxfp8"``), are refused, unless ``recipe`` is given: it casts the decoded
     weights again, one matrix at a time, and files of the model get the layout of ``"fp8"``, or of
@@ -93,7 +97,7 @@ def from_fp8_checkpoint(
         ValueError: the checkpoint has no FP8 weights, or scales that do not fit them or the
             configuration.
         NotImplementedError: the format, or the scales without ``recipe``, cannot be held; the
-            message names them.
+            message names them, and for MXFP4 the number of values.
     """
     try:
         import transformers
@@ -204,6 +208,8 @@ def _converted(model: Any, fuse: bool) -> nn.Module:
     for name, held in quantizer.held.items():
         how = f"weights in FP8, {held.stored.form.value} scales of the checkpoint"
         owners[name.rpartition(".")[0]] = how
+    for name in quantizer.unpacked:
+        owners[name.rpartition(".")[0]] = "weights in FP8, of the values that MXFP4 has"
     for name in quantizer.cast_again:
         again = f"weights in FP8, cast again by {type(quantizer.recipe).__name__}"
         owners[name.rpartition(".")[0]] = again

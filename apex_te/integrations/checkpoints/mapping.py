@@ -16,7 +16,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from .description import BLOCK, BLOCKS, CHANNEL, TENSOR, Form, Header, Stored
+from .description import BLOCK, BLOCKS, CHANNEL, PACKED, TENSOR, Form, Header, Stored
 
 
 class Held(NamedTuple):
@@ -114,6 +114,8 @@ def find_weights(
     found: dict[str, Held] = {}
     sources: dict[str, set[str]] = {}
     for key, stored in weights.items():
+        if stored.form is Form.PACKED:
+            key = key.removesuffix(PACKED)
         name, pattern = rename_source_key(key, renamings, converters, prefix, state)
         if name not in state:
             continue  # which transformers reports
@@ -121,11 +123,14 @@ def find_weights(
             _check_operations(key, next(c for c in converters if pattern in c.source_patterns))
         sources.setdefault(name, set()).add(pattern or key)
         if name not in found:
-            _check_owner(model, name, key)
+            _check_owner(model, name, key, stored)
             scale, inp = _companion(name, key, stored.scale), stored.input_scale
             inp = None if inp is None else _companion(name, key, inp)
             own = state[name]
-            found[name] = Held(stored, key, scale, inp, tuple(own.shape), own.dtype, pattern)
+            shape = tuple(own.shape)
+            if is_transposed(model.get_submodule(name.rpartition(".")[0])):
+                shape = shape[0], shape[2], shape[1]
+            found[name] = Held(stored, key, scale, inp, shape, own.dtype, pattern)
         elif not _alike(found[name].stored, stored):
             raise NotImplementedError(
                 f"from_fp8_checkpoint: {key} must have scales as {found[name].key} has, with which "
@@ -192,11 +197,18 @@ def _check_operations(key: str, converter: WeightConverter) -> None:
             )
 
 
-def _check_owner(model: nn.Module, name: str, key: str) -> None:
+def is_transposed(owner: Any) -> bool:
+    """Returns True for experts whose weights are ``[experts, in, out]``; FP8 ones are not."""
+    return bool(getattr(owner, "is_transposed", False))
+
+
+def _check_owner(model: nn.Module, name: str, key: str, stored: Stored) -> None:
     owner = model.get_submodule(name.rpartition(".")[0])
     weight = owner._parameters.get(name.rpartition(".")[2])
     stacked = weight is not None and weight.dim() == 3 and hasattr(owner, "is_transposed")
-    if type(owner) in (nn.Linear, nn.Embedding) or (stacked and not owner.is_transposed):
+    turns = stored.form in (Form.PACKED, Form.BLOCK)  # whose blocks may lie either way
+    is_stack = stacked and (turns or not is_transposed(owner))
+    if type(owner) in (nn.Linear, nn.Embedding) or is_stack:
         return
     raise NotImplementedError(
         f"from_fp8_checkpoint: {key} must be the weight of a linear layer, embedding or experts to "

@@ -20,7 +20,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ...recipe import BlockScaling, CurrentScaling, DelayedScaling, Recipe, RowwiseScaling
 from .._export_config import Export, channel_config, quantization_config
 from .._fp8_entries import is_spread
-from .description import BLOCKS, CHANNEL, TENSOR, Checkpoint, Expected, Form
+from ..experts import hold_upright
+from .description import BLOCKS, CHANNEL, MXFP4, PACKED, TENSOR, Checkpoint, Expected, Form
 from .headers import read_headers
 from .holding import (
     are_powers_of_two,
@@ -30,8 +31,10 @@ from .holding import (
     matrix_of,
     pad_down_proj,
     parameter_of,
+    regrouped,
 )
-from .mapping import Held, cast_by, find_weights, joins_scales, scale_converters
+from .mapping import Held, cast_by, find_weights, is_transposed, joins_scales, scale_converters
+from .mxfp4 import unpacked
 from .reader import read_checkpoint
 from .reloading import FileLayout
 from .shards import have_powers_of_two, hold_without_values
@@ -77,6 +80,8 @@ class CheckpointQuantizer(HfQuantizer):
         recipes: recipe of each of these weights.
         embeddings: those that are in FP8 there, and have values in the model.
         cast_again: names of weights that are not held by the codes in the files.
+        unpacked: names of weights in MXFP4, whose values blocks of FP8 hold unless in
+            ``cast_again``.
         input_scales: scales of the inputs of weights, by the weights' names.
         files: paths of the files.
         is_on_meta: True until ``load_fp8_shards`` has read a model that was made without values.
@@ -95,6 +100,7 @@ class CheckpointQuantizer(HfQuantizer):
         self.recipes: dict[str, Recipe] = {}
         self.embeddings: dict[str, Held] = {}
         self.cast_again: list[str] = []
+        self.unpacked: list[str] = []
         self.input_scales: dict[str, torch.Tensor] = {}
         self.files: list[str] = []
         self.is_on_meta = False
@@ -120,10 +126,18 @@ class CheckpointQuantizer(HfQuantizer):
         self.held = {name: held for name, held in found.items() if name not in self.embeddings}
         if self.recipe is None:
             _check_forms(self.held)
+        else:
+            _check_recipe(self.recipe, self.held)
         for name, held in found.items():
             path, _, own = name.rpartition(".")
             module = model.get_submodule(path)
             codes = torch.empty(held.shape, dtype=torch.float8_e4m3fn, device="meta")
+            if held.stored.form is Form.PACKED:
+                del module._parameters[own]
+                module.__dict__[own] = _initialized()
+                own += PACKED
+                shape = (*held.stored.scale_header.shape, 16)
+                codes = torch.empty(shape, dtype=torch.uint8, device="meta")
             module.register_parameter(own, nn.Parameter(codes, requires_grad=False))
             for scale, shape, scale_dtype in scale_shapes_of(held):
                 value = torch.empty(shape, dtype=scale_dtype, device="meta")
@@ -148,6 +162,9 @@ class CheckpointQuantizer(HfQuantizer):
                 self.input_scales[name] = _taken(module, held.input_scale)
         self.is_on_meta = any(scale.is_meta for scale in matrices.values())
         recipes = self._recipes(matrices)
+        for owner in {_owner(model, name) for name in self.held}:
+            if is_transposed(owner):
+                hold_upright(owner)
         if self.is_on_meta:
             self.recipes = {name: recipes[held.stored.form] for name, held in self.held.items()}
             hold_without_values(model, self)
@@ -159,15 +176,25 @@ class CheckpointQuantizer(HfQuantizer):
         for name, held in self.held.items():
             module, own = _owner(model, name), name.rpartition(".")[2]
             recipe, scale = recipes[held.stored.form], matrices.pop(name)
-            if not keeps_bytes(recipe, scale, held):
-                if self.quantization_config.recipe is None:
-                    raise _needs_recipe(held, "scales that differ within a matrix of the model")
-                self.cast_again.append(name)
             self.recipes[name] = recipe
-            codes = _taken(module, own)
-            weight = parameter_of(codes, scale, held, recipe)
+            weight = None
+            if held.stored.form is Form.PACKED:
+                del module.__dict__[own]
+                codes = unpacked(_taken(module, own + PACKED))
+                weight, lost = regrouped(codes, scale, held, recipe)
+                found = f"{lost} values that blocks of 128x128 do not hold"
+                self.unpacked.append(name)
+            else:
+                codes = _taken(module, own)
+                found = "scales that differ within a matrix of the model"
+            if weight is None and not keeps_bytes(recipe, scale, held):
+                if self.quantization_config.recipe is None:
+                    raise _needs_recipe(held, found)
+                self.cast_again.append(name)
+            if weight is None:
+                weight = parameter_of(codes, scale, held, recipe)
             module.register_parameter(own, nn.Parameter(weight))
-        if self.cast_again:
+        if self.cast_again or self.unpacked:
             self._describe_anew(model)
         model.register_load_state_dict_pre_hook(FileLayout())
         return model
@@ -218,6 +245,7 @@ class CheckpointQuantizer(HfQuantizer):
             Form.BLOCK: BlockScaling(pow2=pow2),
             Form.TENSOR: DelayedScaling() if self.checkpoint.static else CurrentScaling(),
             Form.CHANNEL: RowwiseScaling(),
+            Form.PACKED: BlockScaling(),
         }
         self.recipe = recipes[counts.most_common(1)[0][0]]
         return recipes
@@ -274,6 +302,13 @@ def _owner(model: nn.Module, name: str) -> nn.Module:
     return model.get_submodule(name.rpartition(".")[0])
 
 
+def _initialized() -> torch.Tensor:
+    """Returns what takes a Parameter's place for transformers' initialization of new ones."""
+    value: Any = torch.empty(0, device="meta")
+    value._is_hf_initialized = True
+    return value
+
+
 def _taken(module: nn.Module, name: str) -> torch.Tensor:
     """Returns the data of a Parameter that it takes from its module."""
     parameter = module._parameters.pop(name)
@@ -285,8 +320,18 @@ def _check_forms(weights: dict[str, Held]) -> None:
     """Raises an error for weights that no FP8 Parameter holds as they are."""
     for held in weights.values():
         form, block = held.stored.form, held.stored.block
-        if Expected(form, block) not in (TENSOR, BLOCKS, CHANNEL):
+        if Expected(form, block) not in (TENSOR, BLOCKS, CHANNEL, MXFP4):
             raise _needs_recipe(held, f"{form.value} scales of {list(block)}")
+
+
+def _check_recipe(recipe: Recipe, weights: dict[str, Held]) -> None:
+    """Raises an error for a recipe in whose form weights of the checkpoint cannot be written."""
+    for held in weights.values():
+        if held.stored.form is Form.PACKED and form_of(recipe) is not Form.BLOCK:
+            raise NotImplementedError(
+                "from_fp8_checkpoint: recipe must be None or BlockScaling for weights in MXFP4, "
+                f"such as {held.key}, got {type(recipe).__name__}"
+            )
 
 
 def _needs_recipe(held: Held, found: str) -> NotImplementedError:

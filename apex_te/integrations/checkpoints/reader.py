@@ -11,6 +11,8 @@ from .config import Rules, rules_of
 from .description import (
     BLOCKS,
     CHANNEL,
+    MXFP4,
+    PACKED,
     TENSOR,
     Checkpoint,
     Expected,
@@ -44,6 +46,8 @@ def read_checkpoint(config: Mapping[str, Any], headers: Mapping[str, Header]) ->
             )
         if header.dtype is torch.float8_e4m3fn and len(header.shape) >= 2:
             weights[key] = _stored(key, header, headers, rules)
+        elif rules.method == "mxfp4" and key.endswith(PACKED) and len(header.shape) == 4:
+            weights[key] = _packed(key, header, headers)
     if not weights:
         raise ValueError(
             "from_fp8_checkpoint: path_or_name must have weights in FP8 with scales beside them, "
@@ -77,6 +81,17 @@ def _stored(key: str, weight: Header, headers: Mapping[str, Header], rules: Rule
         raise _mismatch(scale, what, list(found.shape))
     inp = beside(_INPUT_SCALES)
     return Stored(*expected, scale, found, inp, len(headers[inp].shape) if inp else 0)
+
+
+def _packed(key: str, weight: Header, headers: Mapping[str, Header]) -> Stored:
+    """Returns how stacked weights ``[experts, rows, groups, 16]`` in MXFP4 are stored."""
+    scale = key.removesuffix(PACKED) + "_scales"
+    found = headers.get(scale)
+    wanted = Header(torch.uint8, weight.shape[:-1])
+    if weight.dtype is not torch.uint8 or weight.shape[-1] != 16 or found != wanted:
+        what = f"uint8 {list(wanted.shape)} beside uint8 bytes [.., 16] of {key}"
+        raise _mismatch(scale, what, f"{found} beside {weight}")
+    return Stored(*MXFP4, scale, found)
 
 
 def _guessed(scale: tuple[int, ...], weight: tuple[int, ...]) -> Expected:

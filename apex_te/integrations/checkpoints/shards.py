@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ...fp8.parameter.parameter import FP8Parameter
+from ...fp8.scheme.base import layout_of
 from .._file_tensors import FileTensor, Slot, plain_slots, unique_slots, views_of
 from .description import BLOCK, Form, Stored
 from .holding import are_powers_of_two, form_of, widened
@@ -61,6 +62,7 @@ def hold_without_values(model: nn.Module, quantizer: Any) -> None:
             (form is not form_of(recipe), f"{form.value} scales, held by {type(recipe).__name__}"),
             (form is Form.BLOCK and held.stored.block != (BLOCK, BLOCK), "blocks of another size"),
             (form is Form.BLOCK and odd, "scales that are not powers of two"),
+            (form is Form.CHANNEL and getattr(recipe, "scales", "") == "pow2", "any scales"),
             (ends and held.parts > 1, f"{rows // held.parts} features, no multiple of {BLOCK}"),
             (held.input_scale is not None, "scales of inputs"),
         ):
@@ -70,10 +72,11 @@ def hold_without_values(model: nn.Module, quantizer: Any) -> None:
                     f"that are not held as the files have them, got 'meta' and {held.key} with "
                     f"{what}"
                 )
-        blocks = (-(-rows // BLOCK), -(-cols // BLOCK)) if form is Form.BLOCK else (1,)
+        scales = layout_of(recipe).scales_of_file(rows, cols)
+        assert scales is not None
         weight = FP8Parameter.from_codes(
             module._parameters.pop(own).data,  # type: ignore[union-attr]
-            torch.empty(*count, *blocks, device="meta"),
+            torch.empty(*count, *scales, device="meta"),
             recipe,
             held.dtype,
         )
@@ -169,12 +172,13 @@ class _Target:
         if held.stored.form is Form.TENSOR:
             return self._single(files, rows, held)
         stack = len(self.tensor.shape) == 3
-        width = -(-self.tensor.shape[-1] // BLOCK)
-        height = -(-self.tensor.shape[-2] // BLOCK)
-        blocks = rows if stack else range(rows.start // BLOCK, -(-rows.stop // BLOCK))
+        high, wide = held.stored.block
+        width = -(-self.tensor.shape[-1] // wide) if wide else 1
+        height = -(-self.tensor.shape[-2] // high)
+        blocks = rows if stack else range(rows.start // high, -(-rows.stop // high))
         out = torch.empty(len(blocks), *([height] if stack else []), width)
         for key, slot, first, shape in self.scales:
-            start, length = first // width + slot.start // BLOCK, math.prod(shape) // width
+            start, length = first // width + slot.start // high, math.prod(shape) // width
             if stack:
                 index, start = divmod(start, height)
                 if index in blocks:

@@ -128,7 +128,9 @@ CT4["config_groups"]["group_0"]["weights"]["num_bits"] = 4
 REFUSED = {
     "another method": ({"quant_method": "gptq"}, headers(), NotImplementedError,
                        "quant_method in quantization_config must be one of fp8, .*, got 'gptq'"),
-    "MXFP4": ({"quant_method": "mxfp4"}, headers(), NotImplementedError, "got 'mxfp4'"),
+    "MXFP4": ({"quant_method": "mxfp4"}, {
+        "a_blocks": Header(torch.uint8, (2, 4, 3, 16)), "a_scales": Header(torch.uint8, (2, 4))},
+        ValueError, r"a_scales must be uint8 \[2, 4, 3\] beside uint8 bytes .* of a_blocks, got"),
     "another format": (BLOCKS | {"fmt": "e5m2"}, headers(), NotImplementedError, "fmt .*'e5m2'"),
     "FP4 experts": (BLOCKS | {"expert_dtype": "fp4"}, headers(), NotImplementedError,
                     "expert_dtype in quantization_config must be 'fp8', got 'fp4'"),

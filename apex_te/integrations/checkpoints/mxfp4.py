@@ -1,0 +1,61 @@
+"""MXFP4 weights of a checkpoint (gpt-oss) in FP8, and groups of 32 as blocks of 128x128."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.nn import functional
+
+from .description import BLOCK
+
+GROUP = 32
+# E4M3 codes of the 16 values: 0, 0.5, 1, 1.5, 2, 3, 4, 6, and their negatives.
+_CODES = (0x00, 0x30, 0x38, 0x3C, 0x40, 0x44, 0x48, 0x4C)
+# Of the largest exponent of a block: 6 * 2^6 is the largest value that E4M3 holds.
+_HEADROOM = 6
+
+
+def unpacked(packed: torch.Tensor) -> torch.Tensor:
+    """Returns the E4M3 codes ``[.., groups * 32]`` of bytes ``[.., groups, 16]``.
+
+    The lower half of a byte comes first. Source: transformers' ``integrations/mxfp4.py``.
+    """
+    codes = torch.tensor([*_CODES, *(0x80 | code for code in _CODES)], dtype=torch.uint8)
+    codes = codes.to(packed.device)
+    pairs = torch.stack([packed & 0x0F, packed >> 4], -1).flatten(-3)
+    return codes[pairs.int()].view(torch.float8_e4m3fn)
+
+
+def in_blocks(codes: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Gives a matrix with a scale for 32 elements of a row scales of blocks of 128x128.
+
+    Args:
+        codes: E4M3 ``[rows, cols]``.
+        scale: float32 ``[rows, cols / 32]``, powers of two, or NaN as E8M0 has it.
+
+    Returns:
+        codes: E4M3 ``[rows, cols]``.
+        scale_inv: float32 ``[ceil(rows / 128), ceil(cols / 128)]``, powers of two.
+        changed: number of values that FP8 does not hold with these scales, NaN among them; 0 for
+            values of MXFP4 if the exponents of a block's scales differ by 14 at most.
+    """
+    rows, cols = codes.shape
+    down, across = -(-rows // BLOCK), -(-cols // BLOCK)
+    pad = (0, across * BLOCK - cols, 0, down * BLOCK - rows)
+    known = codes.float().masked_fill(scale.isnan().repeat_interleave(GROUP, 1), math.nan)
+    values = functional.pad(known, pad)
+    exponents = torch.frexp(scale)[1] - 1
+    exponents = functional.pad(exponents, (0, across * (BLOCK // GROUP) - scale.shape[1]))
+    exponents = functional.pad(exponents, (0, 0, 0, down * BLOCK - rows))
+    # A group of zeros needs no scale.
+    is_used = values.view(down * BLOCK, -1, GROUP).any(-1)
+    least = torch.iinfo(torch.int32).min
+    used = exponents.masked_fill(~is_used, least).view(down, BLOCK, across, BLOCK // GROUP)
+    largest = used.amax((1, 3))
+    block = torch.where(largest == least, 0, largest - _HEADROOM).clamp(min=-126)
+    shift = exponents - block.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK // GROUP, 1)
+    values = torch.ldexp(values, shift.repeat_interleave(GROUP, 1))[:rows, :cols]
+    made = values.clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+    changed = int((made.float() != values).sum())
+    return made, torch.ldexp(torch.ones_like(block, dtype=torch.float32), block), changed
