@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -14,14 +14,6 @@ from ..runtime.tracing import dispatch_modes, is_traced, jit_tracing, transforms
 from . import gemm_tuning, product_count, reference_codec
 from ._gemm_arguments import bias_dtype as bias_dtype
 from ._gemm_arguments import check_addend, prepare
-from ._gemm_operands import (
-    MULTIPLE,
-    decoded,
-    is_taken,
-    left_is_taken,
-    right_is_taken,
-    run_empty,
-)
 from .binding import WORKSPACE, Launch, bind, checked, increment_version, note_written
 from .block_quantize import ROW_MULTIPLE
 from .cast_transpose import cast_transpose
@@ -29,6 +21,8 @@ from .product_count import float32_product
 
 _lib = runtime.ops("fp8_gemm")
 
+# cuBLASLt reads FP8 operands in 16-byte units along K and writes N in units of 16.
+_MULTIPLE = 16
 _SLICE = 128
 
 
@@ -167,14 +161,14 @@ def bound_product(
     """
     if is_traced() or forward_ad._current_level >= 0:
         return None  # first, since a traced tensor may have no address
-    if not _launches_at_once(b) or not right_is_taken(b):
+    if not _launches_at_once(b) or not _right_is_taken(b):
         return None
     bias = None if bias is None else bias.to(bias_dtype(out_dtype))
     scratch, gemm = runtime.workspace(b.device, WORKSPACE_BYTES), _lib.fp8_gemm
     count = product_count.add
 
     def product(a: torch.Tensor, a_scale_inv: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        if not left_is_taken(a, out):
+        if not _left_is_taken(a, out):
             fp8_gemm(
                 a, b, a_scale_inv, b_scale_inv, out=out, bias=bias,
                 use_split_accumulator=use_split_accumulator,
@@ -213,6 +207,24 @@ def _run(a, b, a_scale_inv, b_scale_inv, out, bias, c, aux, accumulate, use_spli
         _run_padded(operands, out, bias, c, aux, accumulate, use_split_accumulator)
     else:
         _run_cpu(a, b, a_scale_inv, b_scale_inv, out, bias, c, aux, accumulate)
+
+
+def is_taken(a, b, c, out) -> bool:
+    """Returns True if cuBLASLt takes the operands as they are, without padding or copies."""
+    if c is not None and c.data_ptr() % _MULTIPLE:
+        return False
+    return _right_is_taken(b) and _left_is_taken(a, out)
+
+
+def _right_is_taken(b) -> bool:
+    """Returns True if cuBLASLt takes ``b``: address, N and K divisible by 16, and K above 0."""
+    cols, depth = b.shape
+    return depth > 0 and not (cols | depth | b.data_ptr()) % _MULTIPLE
+
+
+def _left_is_taken(a, out) -> bool:
+    """Returns True if cuBLASLt takes left operand and output: aligned, and not without elements."""
+    return not (a.data_ptr() | out.data_ptr()) % _MULTIPLE and out.numel() > 0
 
 
 def _launches_at_once(b) -> bool:
@@ -325,14 +337,14 @@ def tune(
 
 def _padded(x: torch.Tensor, rows: int) -> torch.Tensor:
     """Returns a copy of an FP8 operand [M, K], zero-padded to [M + rows, K rounded up to 16]."""
-    return F.pad(x.view(torch.uint8), (0, -x.shape[1] % MULTIPLE, 0, rows)).view(x.dtype)
+    return F.pad(x.view(torch.uint8), (0, -x.shape[1] % _MULTIPLE, 0, rows)).view(x.dtype)
 
 
 def _run_padded(operands, out, bias, c, aux, accumulate, use_split_accumulator):
     """Runs a GEMM with K and N zero-padded to multiples of 16, and drops the added columns."""
     a, b, a_scale_inv, b_scale_inv = operands
     cols = b.shape[0]
-    pad_n = -cols % MULTIPLE
+    pad_n = -cols % _MULTIPLE
     wide = out.new_empty((out.shape[0], cols + pad_n))
     wide_aux = None if aux is None else torch.empty_like(wide)
     wide_bias = None if bias is None else F.pad(bias, (0, pad_n))
@@ -346,6 +358,18 @@ def _run_padded(operands, out, bias, c, aux, accumulate, use_split_accumulator):
     out.copy_(wide[:, :cols])
     if aux is not None and wide_aux is not None:
         aux.copy_(wide_aux[:, :cols])
+
+
+def decoded(op: str, a: torch.Tensor, b: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yields the float32 values, without scale_inv, of both operands of a GEMM on the CPU."""
+    for name, operand in (("a", a), ("b", b)):
+        if not operand.is_contiguous():
+            raise ValueError(
+                f"{op}: {name} must be contiguous, got strides {list(operand.stride())}"
+            )
+        values = torch.empty(operand.shape, dtype=torch.float32)
+        _lib.fp8_decode(operand, values)
+        yield values
 
 
 def _run_cpu(a, b, a_scale_inv, b_scale_inv, out, bias, c, aux, accumulate):
@@ -378,7 +402,7 @@ def _blocks_are_taken(operands, c, out) -> bool:
     """Returns True if cuBLASLt takes operands and scales, aligned to 16 bytes, whatever M is."""
     a, b, a_scale_inv, b_scale_inv = operands
     scales = a_scale_inv.data_ptr() | b_scale_inv.data_ptr()
-    return is_taken(a, b, c, out) and not scales % MULTIPLE
+    return is_taken(a, b, c, out) and not scales % _MULTIPLE
 
 
 def _launch_block(
@@ -439,7 +463,7 @@ def _run_block_padded(operands, out, bias, c, blocks, accumulate):
     """Runs a block-scaled GEMM with M, N and K padded with zeros to multiples of 16."""
     a, b, a_scale_inv, b_scale_inv = operands
     rows, cols = out.shape
-    pad_m, pad_n = -rows % MULTIPLE, -cols % MULTIPLE
+    pad_m, pad_n = -rows % _MULTIPLE, -cols % _MULTIPLE
 
     def scales(scale_inv: torch.Tensor, rows: int, block_rows: int) -> torch.Tensor:
         missing = rows - scale_inv.shape[1] if block_rows == 1 else 0
@@ -470,6 +494,17 @@ def _run_block_cpu(operands, out, bias, c, blocks, accumulate):
         _lib.fp8_block_accumulate(product, *operands[2:], total, *blocks, a.shape[1], i)
     one = torch.ones(1)
     _lib.fp8_gemm_epilogue(total, one, one, out, bias, c, None, accumulate)
+
+
+def run_empty(out, bias, c, aux, accumulate):
+    """Writes the result of a GEMM with K = 0 or without elements: bias + c, or zeros."""
+    if accumulate or out.numel() == 0:
+        return
+    value = torch.zeros_like(out) if bias is None else bias.to(out.dtype).expand_as(out)
+    if aux is not None:
+        aux.copy_(value)
+        value = F.gelu(value, approximate="tanh")
+    out.copy_(value if c is None else value.float() + c.float())
 
 
 def reference(

@@ -9,10 +9,9 @@ from ..runtime.device import has_fp8_products, nvidia_capability
 from ..runtime.scratch_sizes import GEMM_BYTES as WORKSPACE_BYTES
 from . import product_count, reference_codec
 from ._gemm_arguments import check_addend, check_operands, prepare
-from ._gemm_operands import MULTIPLE, decoded, is_taken, run_empty
 from .binding import bind_call, check_dense, checked, note_written
 from .emulated_gemm import emulated_fp8_gemm
-from .fp8_gemm import multiply_into
+from .fp8_gemm import decoded, is_taken, multiply_into, run_empty
 from .product_count import float32_product
 
 _lib = runtime.ops("fp8_gemm")
@@ -115,7 +114,7 @@ def _applies_scales(operands, c, out) -> bool:
     if nvidia_capability(a.device) != (9, 0):
         return False
     scales = a_scale_inv.data_ptr() | b_scale_inv.data_ptr()
-    return is_taken(a, b, c, out) and not scales % MULTIPLE
+    return is_taken(a, b, c, out) and not scales % 16
 
 
 def _sums(a, b, use_split_accumulator) -> torch.Tensor:

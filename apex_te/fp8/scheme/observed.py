@@ -184,7 +184,7 @@ def measure(
     whose FP8 value is zero have underflowed. These counts and the amax ignore NaN and infinities.
     """
     fp8_data, scale_inv = quantized.rowwise, quantized.rowwise_scale_inv
-    if scale_inv is None:  # or rows that are cast later
+    if fp8_data is None or scale_inv is None:  # rows without scales are cast later
         fp8_data, scale_inv, x = quantized.columnwise, quantized.columnwise_scale_inv, x.t()
     if fp8_data is None or scale_inv is None or x.numel() == 0:
         return None

@@ -149,7 +149,8 @@ TAKERS: dict[str, Callable[[Any], Any]] = {
 KEEPS_STATE = "init_fp8_state(recipe)"  # allocates nothing for other recipes
 ON_A_GPU_ONLY = {"graph_microbatches(fp8_recipe)", "make_graphed_callables(fp8_recipe)"}
 FORMATS = {
-    "BlockScaling", "CurrentScaling", "DelayedScaling", "MXFP8Scaling", "make_recipe",
+    "BlockScaling", "CurrentScaling", "DelayedScaling", "MXFP8Scaling", "RowwiseScaling",
+    "make_recipe",
 }  # fmt: skip
 
 
@@ -210,7 +211,8 @@ def test_what_is_no_recipe_is_refused_by_the_names_that_the_user_wrote(name):
     # The name by which users reach it, that of Transformer Engine's function.
     owner = function.partition(".")[0].replace("graph_microbatches", "make_graphed_callables")
     argument = argument.replace("recipe_or_enabled", "the first argument")
-    wrong = f"^{owner}: {argument} must be a recipe or one of delayed, tensorwise, blockwise, mxfp8"
+    names = "delayed, tensorwise, blockwise, mxfp8, rowwise"
+    wrong = f"^{owner}: {argument} must be a recipe or one of {names}"
     with pytest.raises(ValueError, match=f"{wrong}, got 'tensorwize'"):
         TAKERS[name]("tensorwize")
     wrong = f"^{owner}: {argument} must be a recipe from apex_te.recipe or its name, got"

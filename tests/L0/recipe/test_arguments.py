@@ -110,7 +110,8 @@ def test_unknown_values_end_the_program(words, message, capsys):
         ({"fp8_format": "E4M3"}, "--fp8-format must be one of hybrid, e4m3, hif8, got 'E4M3'"),
         (
             {"fp8_recipe": "current"},
-            "--fp8-recipe must be one of delayed, tensorwise, blockwise, mxfp8, got 'current'",
+            "--fp8-recipe must be one of delayed, tensorwise, blockwise, mxfp8, rowwise, "
+            "got 'current'",
         ),
     ],
 )

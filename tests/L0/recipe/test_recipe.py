@@ -180,7 +180,7 @@ def test_a_name_stands_for_a_recipe_everywhere(name, kind):
     ],
 )
 def test_unknown_names_of_recipes(call, owner, argument):
-    names = "delayed, tensorwise, blockwise, mxfp8"
+    names = "delayed, tensorwise, blockwise, mxfp8, rowwise"
     message = f"^{owner}: {argument} must be a recipe or one of {names}, got 'current'$"
     with pytest.raises(ValueError, match=message):
         call(**{argument: "current"})

@@ -263,7 +263,10 @@ def test_make_recipe_passes_options_on():
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (("current",), "name must be one of delayed, tensorwise, blockwise, mxfp8, got 'current'"),
+        (
+            ("current",),
+            "name must be one of delayed, tensorwise, blockwise, mxfp8, rowwise, got 'current'",
+        ),
         (("delayed", "hif8"), 'fp8_format must be "hybrid" or "e4m3", got .hif8.'),
         (("blockwise", "hif8"), 'fp8_format must be "hybrid" or "e4m3", got .hif8.'),
         (("mxfp8", "hif8"), 'fp8_format must be "hybrid" or "e4m3", got .hif8.'),

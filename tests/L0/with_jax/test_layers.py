@@ -364,7 +364,7 @@ def test_every_public_function_that_takes_a_recipe_takes_its_name():
         and {"recipe", "fp8_recipe"} & set(inspect.signature(getattr(module, name)).parameters)
     }
     assert set(takers) == {"autocast", "fp8_autocast", "make_dot_general_cls"}
-    wrong = "must be a recipe or one of delayed, tensorwise, blockwise, mxfp8, got 'late'"
+    wrong = "must be a recipe or one of delayed, tensorwise, blockwise, mxfp8, rowwise, got 'late'"
     for name in ("autocast", "fp8_autocast"):
         with takers[name](True, "blockwise"):
             assert active_recipe() == recipe.BlockScaling()
