@@ -13,7 +13,8 @@ pytest.importorskip("transformers", "5.23")
 CASES = [
     ("llama", "fp8", True), ("qwen3 edges", "ct block", False), ("deepseek_v3", "fp8 e8m0", False),
     ("llama", "fp8 tensor", False), ("mixtral", "modelopt blocks", True),
-    ("fsdp convolutions", "fp8", False),
+    ("fsdp convolutions", "fp8", False), ("llama", "modelopt channel", True),
+    ("qwen3_moe edges", "ct channel", False),
 ]  # fmt: skip
 
 

@@ -138,6 +138,8 @@ def test_values_that_blocks_do_not_hold(tmp_path):
         NotImplementedError, match=r"recipe must be given.* got .*_proj with [1-9]\d* values"
     ):
         load(tmp_path / "read")
+    with pytest.raises(NotImplementedError, match=r"device_map must be .* with mxfp4 scales"):
+        load(tmp_path / "read", device_map="meta")
     with pytest.raises(NotImplementedError, match=r"recipe must be None or .* got CurrentScaling"):
         load(tmp_path / "read", recipe=CurrentScaling())
     model = load(tmp_path / "read", recipe=BlockScaling(pow2=False))
