@@ -73,6 +73,8 @@ OTHERS = {
     "product_count.add",
     "product_count.fp8_gemm_count",
     "rope.angle_table",
+    "row_products.row_block_product",
+    "row_products.row_product",
 }
 
 
