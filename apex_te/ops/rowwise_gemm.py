@@ -85,6 +85,10 @@ def _run(a, b, a_scale_inv, b_scale_inv, out, bias, c, accumulate, use_split_acc
         return
     if b_scale_inv is None:
         b_scale_inv = a_scale_inv.new_ones(b.shape[0], 1)
+    # Copies, rather than another order of rounding where memory begins elsewhere.
+    a, b, a_scale_inv, b_scale_inv = map(_aligned, (a, b, a_scale_inv, b_scale_inv))
+    c, target = None if c is None else _aligned(c), out
+    out = _aligned(out)
     operands = (a, b, a_scale_inv, b_scale_inv)
     if _applies_scales(operands, c, out):
         scratch = runtime.workspace(out.device, WORKSPACE_BYTES)
@@ -96,6 +100,8 @@ def _run(a, b, a_scale_inv, b_scale_inv, out, bias, c, accumulate, use_split_acc
             pass  # cuBLASLt has no such product of these dtypes
         else:
             product_count.add()
+            if out is not target:
+                target.copy_(out)
             return
     # Not in place: a selective checkpoint may have saved the product.
     result = _sums(a, b, use_split_accumulator) * a_scale_inv * b_scale_inv.t()
@@ -103,18 +109,20 @@ def _run(a, b, a_scale_inv, b_scale_inv, out, bias, c, accumulate, use_split_acc
         if addend is not None:
             result = result + addend
     if accumulate:
-        out.add_(result)
+        target.add_(result)
     else:
-        out.copy_(result)
+        target.copy_(result)
+
+
+def _aligned(t: torch.Tensor) -> torch.Tensor:
+    """Returns ``t``, or on a GPU a copy if it does not begin at a multiple of 16 bytes."""
+    return t.clone() if t.is_cuda and t.data_ptr() % 16 else t
 
 
 def _applies_scales(operands, c, out) -> bool:
-    """Returns True if cuBLASLt takes operands and scales, aligned to 16 bytes, on this device."""
-    a, b, a_scale_inv, b_scale_inv = operands
-    if nvidia_capability(a.device) != (9, 0):
-        return False
-    scales = a_scale_inv.data_ptr() | b_scale_inv.data_ptr()
-    return is_taken(a, b, c, out) and not scales % 16
+    """Returns True if cuBLASLt takes the aligned operands on this device."""
+    a, b = operands[:2]
+    return nvidia_capability(a.device) == (9, 0) and is_taken(a, b, c, out)
 
 
 def _sums(a, b, use_split_accumulator) -> torch.Tensor:

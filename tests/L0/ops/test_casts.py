@@ -40,8 +40,8 @@ def with_column_scale(cast):
     """The cast, or its reference, with scales of columns that differ by powers of ten."""
 
     def call(x, *args, **options):
-        scale = 10.0 ** (torch.arange(x.shape[1], device=x.device) % 7 - 3) / 3
-        return cast(x, *args, column_scale=scale, **options)
+        scale = 10.0 ** (torch.arange(x.shape[1]) % 7 - 3) / 3  # whose bits differ by device
+        return cast(x, *args, column_scale=scale.to(x.device), **options)
 
     return call
 
