@@ -54,7 +54,7 @@ def fuse_latent_attention(model: _Model, recompute_up_proj: bool = False) -> _Mo
 
     Raises:
         TypeError: an argument has a wrong type.
-        ValueError: the model has no latent attention that can be converted.
+        ValueError: no latent attention of the model can be converted.
     """
     check_model("fuse_latent_attention", model)
     if not isinstance(recompute_up_proj, bool):

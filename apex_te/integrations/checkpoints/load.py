@@ -75,7 +75,7 @@ def from_fp8_checkpoint(
     which are zeros and stay so; files do not have them.
 
     Embeddings in FP8 are decoded to ``dtype``, with a warning, and files of the model have them so:
-    looking up rows has no product that reads FP8. A head in FP8 is held as any other layer.
+    a look-up of rows cannot read FP8. A head in FP8 is held as any other layer.
 
     Tensors that the model's class does not have, such as scales of KV caches or layers that predict
     several tokens, are left out, as transformers does.

@@ -11,8 +11,8 @@ class ContextParallelArguments:
     """Mixin of alias modules to which frameworks give a group of context-parallel ranks.
 
     Attributes:
-        cp_group, cp_global_ranks, cp_stream, cp_comm_type: as they were given; a copy of the module
-            has no group.
+        cp_group, cp_global_ranks, cp_stream, cp_comm_type: as they were given. A copy of the module
+            loses the group.
     """
 
     cp_group: Any = None

@@ -115,7 +115,7 @@ class Problem(NamedTuple):
 
     @property
     def is_empty(self) -> bool:
-        """Returns True if there are no queries or no keys."""
+        """Returns True if q or k is empty."""
         return not (self.batch and self.queries and self.keys)
 
     @property
@@ -154,7 +154,7 @@ def _no_cpu(p: Problem) -> str | None:
     if p.bias == "gradient":
         return "core_attention_bias needs a gradient"
     if p.dropout > 0.0:
-        return "PyTorch has no fused kernel with dropout for CPUs"
+        return "PyTorch's fused kernel for CPUs does not support dropout"
     return _SIZES if p.is_wide else None
 
 
@@ -163,7 +163,7 @@ def _no_cudnn(p: Problem) -> str | None:
     if p.dtype not in _HALF:
         return "cuDNN's kernel takes fp16 and bf16 only"
     if p.form not in ("full", "causal") or p.bias != "none" or p.queries != p.keys:
-        return "cuDNN's kernel has no mask but a causal one"
+        return "cuDNN's kernel supports only causal masks"
     if p.deterministic:
         return "torch.use_deterministic_algorithms is on, for which PyTorch refuses cuDNN's kernel"
     if p.batch > 65535 or p.heads > 65535:
@@ -186,10 +186,10 @@ def _no_flash_at_all(p: Problem) -> str | None:
     if p.dtype not in _HALF:
         return "PyTorch's flash kernel takes fp16 and bf16 only"
     if p.bias != "none" or p.form == "mask":
-        return "PyTorch's flash kernel has no mask but a causal one and windows"
+        return "PyTorch's flash kernel supports only causal masks and windows"
     if is_flash_replaced():
         if p.dropout > 0.0:
-            return "the activated flash kernel has no dropout"
+            return "the activated flash kernel does not support dropout"
         if p.deterministic and p.size > 192:
             return "the activated flash kernel cannot be repeated for heads above 192"
     return None
