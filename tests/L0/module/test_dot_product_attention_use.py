@@ -148,7 +148,9 @@ def test_attributes_are_checked():
 def test_explains_its_path():
     x = torch.randn(8, 2, 2, 4)
     module = DotProductAttention(2, 4, attention_dropout=0.1)
-    assert module.explain(x, x, x) == ("softmax: PyTorch's fused kernel for CPUs does not support dropout")
+    assert module.explain(x, x, x) == (
+        "softmax: PyTorch's fused kernel for CPUs does not support dropout"
+    )
     assert module.eval().explain(x, x, x).startswith("sdpa: ")
     cu = torch.tensor([0, 4], dtype=torch.int32)
     packed = module.explain(*[torch.randn(4, 2, 4)] * 3, qkv_format="thd", cu_seqlens_q=cu)
