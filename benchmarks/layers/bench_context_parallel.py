@@ -10,21 +10,19 @@ needs above inputs.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import distributed, multiprocessing
+from torch import distributed
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import harness
-from bench_moe_ranks import milliseconds
+import rank_runs
 
 import apex_te
 
@@ -111,7 +109,8 @@ def measured(sizes: Sizes, device: torch.device) -> list[dict[str, Any]]:
             peaks: dict[str, float | None] = dict.fromkeys(calls)
             if device.type == "cuda":
                 peaks |= {name: harness.peak_gib(call) for name, call in calls.items()}
-            times = dict(zip(calls, milliseconds(list(calls.values()), sizes, device), strict=True))
+            found = rank_runs.milliseconds(list(calls.values()), sizes.rounds, sizes.steps, device)
+            times = dict(zip(calls, found, strict=True))
             share = times.pop("one") / ranks
             for name, ms in times.items():
                 path = getattr(modules[name], "explain", lambda *args: "")(*own[:3])
@@ -123,34 +122,8 @@ def measured(sizes: Sizes, device: torch.device) -> list[dict[str, Any]]:
     return rows
 
 
-def work(rank: int, ranks: int, tiny: bool, store: str) -> None:
-    """Measures on one rank; the first one reports."""
-    device = torch.device("cpu") if tiny else torch.device("cuda", rank)
-    if tiny:
-        torch.set_num_threads(1)
-    else:
-        torch.cuda.set_device(device)
-    distributed.init_process_group(
-        "gloo" if tiny else "nccl", init_method=f"file://{store}", rank=rank, world_size=ranks
-    )
-    rows = [{"ranks": ranks, **row} for row in measured(TINY if tiny else LLAMA, device)]
-    if rank == 0:
-        harness.report("context_parallel", rows)
-    distributed.barrier()
-    distributed.destroy_process_group()
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--tiny", action="store_true", help="two ranks on the CPU, small sizes")
-    tiny = parser.parse_args().tiny
-    gpus = torch.cuda.device_count()
-    if not tiny and gpus < 2:
-        print(f"bench_context_parallel: skipped, needs 2 GPUs, got {gpus}")
-        return
-    ranks = 2 if tiny or gpus < 4 else 4
-    with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(work, (ranks, tiny, f"{folder}/store"), nprocs=ranks)
+    rank_runs.run("context_parallel", __doc__, measured, LLAMA, TINY)
 
 
 if __name__ == "__main__":

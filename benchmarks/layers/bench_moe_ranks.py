@@ -12,12 +12,8 @@ of wire=None and one part. "peak GiB above" is what a step needs above weights a
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import statistics
 import sys
-import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,10 +21,11 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from torch import distributed, multiprocessing
+from torch import distributed
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import harness
+import rank_runs
 
 import apex_te
 from apex_te.comm import collectives, row_exchange
@@ -81,30 +78,6 @@ def step(
         return out.detach()
 
     return run
-
-
-def finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    distributed.barrier()
-
-
-def milliseconds(calls: list[Callable[[], Any]], sizes: Sizes, device: torch.device) -> list[float]:
-    """Returns each call's median time, of the slowest rank."""
-    times: list[list[float]] = [[] for _ in calls]
-    for turn in range(sizes.rounds + 1):
-        for call, found in zip(calls, times, strict=True):
-            finish(device)
-            begin = time.perf_counter()
-            for _ in range(sizes.steps):
-                call()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            if turn:  # the first is for warming up
-                found.append((time.perf_counter() - begin) / sizes.steps * 1e3)
-    slowest = torch.tensor(times, device=device)
-    distributed.all_reduce(slowest, op=distributed.ReduceOp.MAX)
-    return [statistics.median(found) for found in slowest.tolist()]
 
 
 @contextmanager
@@ -187,40 +160,16 @@ def measured(sizes: Sizes, device: torch.device) -> list[dict[str, Any]]:
             "peak GiB above": harness.peak_gib(run) if device.type == "cuda" else None,
         }
         rows.append(row)
-    *times, bound = milliseconds([*runs.values(), without_exchange], sizes, device)
+    *times, bound = rank_runs.milliseconds(
+        [*runs.values(), without_exchange], sizes.rounds, sizes.steps, device
+    )
     for row, found in zip(rows, times, strict=True):
         row |= {"ms": found, "over whole bf16": times[0] / found}
     return [*rows, {"wire": "no exchange", "chunks": 1, "ms": bound}]
 
 
-def work(rank: int, ranks: int, tiny: bool, store: str) -> None:
-    """Measures on one rank; the first one reports."""
-    device = torch.device("cpu") if tiny else torch.device("cuda", rank)
-    if tiny:
-        torch.set_num_threads(1)
-    else:
-        torch.cuda.set_device(device)
-    distributed.init_process_group(
-        "gloo" if tiny else "nccl", init_method=f"file://{store}", rank=rank, world_size=ranks
-    )
-    rows = [{"ranks": ranks, **row} for row in measured(TINY if tiny else DEEPSEEK, device)]
-    if rank == 0:
-        harness.report("moe_ranks", rows)
-    distributed.barrier()
-    distributed.destroy_process_group()
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--tiny", action="store_true", help="two ranks on the CPU, small sizes")
-    tiny = parser.parse_args().tiny
-    gpus = torch.cuda.device_count()
-    if not tiny and gpus < 2:
-        print(f"bench_moe_ranks: skipped, needs 2 GPUs, got {gpus}")
-        return
-    ranks = 2 if tiny or gpus < 4 else 4
-    with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(work, (ranks, tiny, f"{folder}/store"), nprocs=ranks)
+    rank_runs.run("moe_ranks", __doc__, measured, DEEPSEEK, TINY)
 
 
 if __name__ == "__main__":
