@@ -32,6 +32,7 @@ from .latent_cache import (
     step_options,
 )
 from .latent_heads import Turn, latent_heads, rotated_queries, shared_rows
+from .latent_names import rename
 from .masks import Mask
 from .multihead import MultiheadAttention
 from .qkv_heads import Rotation
@@ -41,16 +42,6 @@ __all__ = ["MultiLatentAttention"]
 
 _NAME = "MultiLatentAttention"
 _Init = Callable[[torch.Tensor], Any] | None
-# Names in Hugging Face's files and in Megatron-Core's without fused norms, and beginnings here.
-_OTHER_NAMES = (
-    ("q_proj", "linear_q_proj."), ("q_a_proj", "linear_q_down_proj."),
-    ("kv_a_proj_with_mqa", "linear_kv_down_proj."), ("q_b_proj", "linear_q_up_proj."),
-    ("kv_b_proj", "linear_kv_up_proj."), ("o_proj", "linear_proj."),
-    ("q_a_layernorm", "linear_q_up_proj.layer_norm_"),
-    ("kv_a_layernorm", "linear_kv_up_proj.layer_norm_"),
-    ("q_layernorm", "linear_q_up_proj.layer_norm_"),
-    ("kv_layernorm", "linear_kv_up_proj.layer_norm_"),
-)  # fmt: skip
 
 
 class MultiLatentAttention(CompositeModule):
@@ -274,16 +265,7 @@ class MultiLatentAttention(CompositeModule):
                 call(*args)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        for other, own in _OTHER_NAMES:
-            for kind in ("weight", "bias"):
-                key = f"{prefix}{other}.{kind}"
-                if key in state_dict:
-                    state_dict[f"{prefix}{own}{kind}"] = state_dict.pop(key)
-        for kind in ("weight", "bias"):
-            keys = [f"{prefix}linear_{part}_down_proj.{kind}" for part in ("q", "kv")]
-            if self.q_lora_rank is not None and all(key in state_dict for key in keys):
-                parts = [state_dict.pop(key) for key in keys]
-                state_dict[f"{prefix}linear_qkv_down_proj.{kind}"] = torch.cat(parts)
+        rename(state_dict, prefix, self.q_lora_rank is not None)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward(
@@ -327,7 +309,8 @@ class MultiLatentAttention(CompositeModule):
         Raises:
             TypeError: a tensor has another dtype than those above.
             ValueError: a shape, mask or option does not fit.
-            NotImplementedError: ``inference_params`` is given under ``batch_invariant``.
+            NotImplementedError: ``inference_params`` is given under ``batch_invariant``, or with
+                context-parallel ranks.
         """
         options: dict[str, Any] = {
             "attention_mask": attention_mask, "attn_mask_type": attn_mask_type,
@@ -338,6 +321,11 @@ class MultiLatentAttention(CompositeModule):
             "max_seqlen_kv": max_seqlen_kv, "cu_seqlens_q_padded": cu_seqlens_q_padded,
             "cu_seqlens_kv_padded": cu_seqlens_kv_padded,
         }  # fmt: skip
+        ranks = self.core_attention.context_ranks.size
+        if inference_params is not None and ranks > 1:
+            raise NotImplementedError(
+                f"{_NAME}: inference_params must be None with a cp_group of {ranks} ranks, got some"
+            )
         try:
             starts = cu_seqlens_q if cu_seqlens_q_padded is None else cu_seqlens_q_padded
             turn = self._turn(rotary_pos_emb, inference_params, starts, hidden_states)
@@ -358,8 +346,10 @@ class MultiLatentAttention(CompositeModule):
             explain_attention(self, error, ("qkv_format", self.qkv_format), call)
             raise
 
-    # Positions of a call's tokens are counted as there.
+    # Positions of a call's tokens are counted as there, and context-parallel ranks set.
     _rotation: Any = MultiheadAttention._rotation
+    _own_rotation: Any = MultiheadAttention._own_rotation
+    set_context_parallel_group: Any = MultiheadAttention.set_context_parallel_group
 
     def _turn(
         self,
@@ -372,6 +362,8 @@ class MultiLatentAttention(CompositeModule):
         if rotary_pos_emb is None:
             return None
         found: Rotation = self._rotation(rotary_pos_emb, params, starts, hidden_states)
+        if self.core_attention.context_ranks.size > 1:
+            found, _ = self._own_rotation(found, (hidden_states,) * 2, (starts, starts))
         angles, size = found.queries, self.qk_pos_emb_head_dim
         if found.keys is not angles or angles.shape[-1] not in (size, size // 2):
             raise ValueError(

@@ -7,6 +7,7 @@ from checks import in_pairs, sqnr
 from rank_sets import ranks_of
 from shards import gathered, part_of, rows, step, summed
 
+import apex_te
 from apex_te import InferenceParams
 from apex_te.recipe import CurrentScaling
 
@@ -105,3 +106,50 @@ def _groups(rank):
 def test_groups_and_tags(two_ranks):
     split = ["linear_q_up_proj.weight", "linear_kv_up_proj.weight", "linear_proj.weight"]
     assert two_ranks.run(_groups) == [split] * 2
+
+
+def _split_tokens(rank, comm_type, sequence_parallel, recompute, in_fp8):
+    """Ratios to the noise-free results of the same tensor-parallel ranks with whole sequences."""
+    pairs = [torch.distributed.new_group([r, r + 1]) for r in (0, 2)]
+    others = [torch.distributed.new_group([r, r + 2]) for r in (0, 1)]
+    tensor, context = pairs[rank // 2], others[rank % 2]
+    options = {
+        "input_layernorm": True, "recompute_up_proj": recompute, "set_parallel_mode": True,
+        "tp_group": tensor, "sequence_parallel": sequence_parallel,
+    }  # fmt: skip
+    whole, split = (latent_cases.build(latent_cases.Q, **options) for _ in range(2))
+    split.set_context_parallel_group(context, None, None, comm_type)
+    recipe = CurrentScaling() if in_fp8 else None
+    x, dy = torch.randn(2, TOKENS, BATCH, latent_cases.HIDDEN)
+
+    def own(t):
+        return rows(t, rank % 2, 2) if sequence_parallel else t
+
+    def part(t):
+        return own(apex_te.split_for_context_parallel(t, context, 0))
+
+    want = step(whole, own(x), own(dy), recipe, rotary_pos_emb=FREQS)
+    got = step(split, part(x), part(dy), recipe, rotary_pos_emb=FREQS)
+    found = []
+    for a, b in zip(want[:2], got[:2], strict=True):
+        if sequence_parallel:
+            parts = [torch.empty_like(a) for _ in range(2)]
+            torch.distributed.all_gather(parts, a.contiguous(), group=tensor)
+            a = torch.cat(parts)
+        found.append(sqnr(part(a), b))
+    for key, grad in got[2].items():
+        torch.distributed.all_reduce(grad, group=context)
+        found.append(sqnr(want[2][key], grad))
+    return found
+
+
+@in_pairs(
+    comm_type=["all_gather", "a2a", "p2p"],
+    sequence_parallel=[False, True],
+    recompute=[False, True],
+    in_fp8=[False, True],
+)
+def test_split_heads_and_tokens(four_ranks, comm_type, sequence_parallel, recompute, in_fp8):
+    """Two ranks of heads by two of tokens; FP8 by its noise."""
+    for found in four_ranks.run(_split_tokens, comm_type, sequence_parallel, recompute, in_fp8):
+        assert min(found) > (11 if in_fp8 else 100), found
