@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-import apex_te  # noqa: F401  Megatron, imported next, finds the alias that this installs
+import apex_te  # Megatron, imported next, finds the alias that this installs
 
 # isort: split
 import megatron.core
@@ -34,12 +34,21 @@ from megatron.core.distributed import (
     param_and_grad_buffer,
 )
 from megatron.core.extensions import transformer_engine as megatron_te
+from megatron.core.models.common.embeddings import (
+    rotary_pos_embedding,
+    yarn_rotary_pos_embedding,
+)
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.tensor_parallel import random
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.core.transformer import TransformerConfig, attention, cuda_graphs
+from megatron.core.transformer import (
+    MLATransformerConfig,
+    TransformerConfig,
+    attention,
+    cuda_graphs,
+)
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from torch.overrides import TorchFunctionMode
 from transformer_engine.pytorch.optimizers import FusedAdam
@@ -59,6 +68,17 @@ MOE = {
     "moe_token_dispatcher_type": "allgather", "moe_ffn_hidden_size": 64,
     "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1e-2,
 }  # fmt: skip
+MLA = {
+    "normalization": "RMSNorm", "gated_linear_unit": True, "add_bias_linear": False,
+    "activation_func": torch.nn.functional.silu, "qk_layernorm": True,
+    "multi_latent_attention": True, "q_lora_rank": 48, "kv_lora_rank": 32, "qk_head_dim": 32,
+    "qk_pos_emb_head_dim": 16, "v_head_dim": 32, "rope_type": "yarn", "rotary_scaling_factor": 4,
+    "original_max_position_embeddings": 16, "mscale": 0.7, "mscale_all_dim": 1.0,
+}  # fmt: skip
+SIZES = (
+    "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim",
+    "rotary_scaling_factor", "mscale", "mscale_all_dim",
+)  # fmt: skip
 FP8 = {
     "delayed": {"fp8": "hybrid", "fp8_recipe": "delayed", "fp8_amax_history_len": 4},
     "tensorwise": {"fp8": "hybrid", "fp8_recipe": "tensorwise"},
@@ -72,13 +92,18 @@ def splits_on_cpu(sizes: Any, as_numpy: bool = False, record_stream: bool = Fals
     return sizes.numpy() if as_numpy and sizes is not None else sizes
 
 
+def own_angles(angles: torch.Tensor, seq_dim: int, cp_group: Any) -> torch.Tensor:
+    """Returns a context-parallel rank's angles, for which Megatron indexes on a GPU."""
+    return apex_te.split_for_context_parallel(angles, cp_group, seq_dim)
+
+
 @contextlib.contextmanager
-def parallel(tp: int = 1, ep: int = 1) -> Iterator[None]:
+def parallel(tp: int = 1, ep: int = 1, cp: int = 1) -> Iterator[None]:
     """Sets up Megatron's groups of ranks and its random states, as a training script does."""
     amax_groups.pending = 0
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tp, expert_model_parallel_size=ep
+        tensor_model_parallel_size=tp, expert_model_parallel_size=ep, context_parallel_size=cp
     )
     # Megatron asks for the current GPU, waits for it, and keeps its streams and random state.
     with contextlib.ExitStack() as stack:
@@ -91,6 +116,8 @@ def parallel(tp: int = 1, ep: int = 1) -> Iterator[None]:
                 (torch.cuda, "Stream", mock.MagicMock()),
                 (torch.cuda, "current_stream", lambda *args: None),
                 (torch.cuda, "stream", lambda stream: contextlib.nullcontext()),
+                (rotary_pos_embedding, "get_pos_emb_on_this_cp_rank", own_angles),
+                (yarn_rotary_pos_embedding, "get_pos_emb_on_this_cp_rank", own_angles),
                 (token_dispatcher, "maybe_move_tensor_to_cpu", splits_on_cpu),
                 (random, "_get_cuda_rng_state", lambda *args, **kwargs: torch.get_rng_state()),
                 (random, "_set_cuda_rng_state", lambda state, **kwargs: torch.set_rng_state(state)),
@@ -114,12 +141,16 @@ def gpt(fused_experts: bool = False, **options: Any) -> GPTModel:
         "gradient_accumulation_fusion": False,
         "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
         "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
+        "context_parallel_size": parallel_state.get_context_parallel_world_size(),
     }  # fmt: skip
-    config = TransformerConfig(**{**values, **options})
+    is_latent = options.get("multi_latent_attention", False)
+    make = MLATransformerConfig if is_latent else TransformerConfig
+    config = make(**{**values, **options})
     spec = get_gpt_layer_with_transformer_engine_spec(
         num_experts=config.num_moe_experts,
         moe_grouped_gemm=config.moe_grouped_gemm,
         qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=is_latent,
     )
     if fused_experts:
         use_fused_experts(spec)
@@ -142,7 +173,9 @@ def loss_of(model: GPTModel, step: int) -> torch.Tensor:
         positions = torch.arange(LENGTH).expand(BATCH, LENGTH)
         mask = torch.triu(torch.ones(BATCH, 1, LENGTH, LENGTH), 1).bool()  # Megatron has one
     ids = batch(step).to(mask.device)
-    return model(ids[:, :-1], positions, mask, labels=ids[:, 1:]).mean()
+    data = {"input_ids": ids[:, :-1], "position_ids": positions, "labels": ids[:, 1:]}
+    context = parallel_state.get_context_parallel_group()
+    return model(attention_mask=mask, **apex_te.split_for_context_parallel(data, context)).mean()
 
 
 def train(
@@ -165,9 +198,12 @@ def train(
 def finish_gradients(model: GPTModel) -> None:
     """Does what Megatron's ``finalize_model_grads`` does where all ranks have the same batch."""
     group = parallel_state.get_tensor_model_parallel_group()
+    context = parallel_state.get_context_parallel_group()
     for name, parameter in model.named_parameters():
         if parameter.grad is None:
             continue
+        if context.size() > 1:
+            torch.distributed.all_reduce(parameter.grad.div_(context.size()), group=context)
         if not getattr(parameter, "allreduce", True):  # an expert's, with the tokens of all ranks
             parameter.grad /= parallel_state.get_expert_model_parallel_world_size()
         is_split = getattr(parameter, "sequence_parallel", False)
@@ -215,6 +251,48 @@ def rank_split(rank: int, options: dict, tp: int, ep: int, folder: str | None) -
             load(model, folder)
         # Adam would make a large step of the sign of a gradient that is nearly 0.
         return train(model, range(6), torch.optim.SGD(model.parameters(), 0.1))
+
+
+def rank_split_tokens(rank: int, options: dict, cp: int, folder: str) -> list[float]:
+    """Losses as of ``rank_split``, with sequences split over ranks."""
+    with parallel(cp=cp):
+        model = gpt(**options)
+        load(model, folder)
+        losses = train(model, range(6), torch.optim.SGD(model.parameters(), 0.1))
+        total = torch.tensor(losses, dtype=torch.float64)
+        torch.distributed.all_reduce(total, group=parallel_state.get_context_parallel_group())
+        return (total / cp).tolist()
+
+
+def rank_latent_attention(rank: int) -> list[torch.Tensor]:
+    """Results of Megatron's latent attention and of apex_te's with the same weights."""
+    with parallel():
+        theirs = gpt(**MLA).decoder.layers[1].self_attention
+        for parameter in theirs.parameters():
+            if parameter.dim() == 1:
+                torch.nn.init.uniform_(parameter, 0.5, 1.5)
+        sizes = {name: MLA[name] for name in SIZES}
+        ours = apex_te.MultiLatentAttention(64, 4, **sizes, layernorm_epsilon=1e-5)
+        state = {k: v for k, v in theirs.state_dict().items() if "_extra_state" not in k}
+        ours.load_state_dict(state, strict=False)
+        assert len(state) == len([*ours.parameters()]) + 1  # two down projections are one
+        angles = apex_te.YarnRotaryEmbedding(
+            MLA["qk_pos_emb_head_dim"], interleaved=True,
+            scaling_factor=MLA["rotary_scaling_factor"],
+            original_max_position_embeddings=MLA["original_max_position_embeddings"],
+        )(LENGTH)  # fmt: skip
+        found = []
+        x = torch.randn(LENGTH, BATCH, 64)
+        for module, call in (
+            (theirs, {"attention_mask": None}),
+            (ours, {"rotary_pos_emb": angles}),
+        ):
+            leaf = x.clone().requires_grad_()
+            out = module(leaf, **call)
+            out = out[0] if isinstance(out, tuple) else out
+            out.square().sum().backward()
+            found += [out.detach(), leaf.grad]
+        return found
 
 
 def rank_saved(rank: int, options: dict, tp: int, ep: int, folder: str, steps: int) -> Any:
