@@ -25,6 +25,7 @@ from ._core.arguments import (
 )
 from ._core.parallel import CompositeModule, checked_tp_size, takes_residual
 from .attention.inference_params import InferenceParams
+from .attention.latent import MultiLatentAttention
 from .attention.masks import Mask, mask_type, window
 from .attention.multihead import MultiheadAttention, residual_of
 from .layer_norm import LayerNorm
@@ -51,6 +52,28 @@ def _check_kind(layer_type: str, parallel_attention_mlp: bool, post_norm: bool) 
             f"{_NAME}: parallel_attention_mlp must be False with layer_type 'decoder' or "
             "apply_residual_connection_post_layernorm=True, got True"
         )
+
+
+def _check_attention(module: Any, layout: str, has_norm: bool, post_norm: bool) -> None:
+    """Checks that a module given as ``self_attention`` fits the layer."""
+    if not isinstance(module, (MultiheadAttention, MultiLatentAttention)):
+        raise TypeError(
+            f"{_NAME}: self_attention must be a MultiLatentAttention, a MultiheadAttention or "
+            f"None, got {type(module).__name__}"
+        )
+    actual = {
+        "qkv_format": module.qkv_format,
+        "input_layernorm": module.input_layernorm,
+        "return_layernorm_output": getattr(module, "return_layernorm_output", False),
+    }
+    wanted = {"qkv_format": layout, "input_layernorm": has_norm}
+    wanted["return_layernorm_output"] = post_norm and has_norm
+    for key, value in wanted.items():
+        if actual[key] != value:
+            raise ValueError(
+                f"{_NAME}: self_attention must have {key} {value!r} with the layer's options, "
+                f"got {actual[key]!r}"
+            )
 
 
 class TransformerLayer(CompositeModule):
@@ -100,6 +123,9 @@ class TransformerLayer(CompositeModule):
         fuse_wgrad_accumulation, params_dtype, device: as in ``Linear``.
         get_rng_state_tracker: function that returns a tracker of random states; attention dropout
             draws inside its ``fork()``.
+        self_attention: the layer's ``MultiLatentAttention`` or ``MultiheadAttention``, whose own
+            options replace those above for it; None makes the latter. Its ``qkv_format`` and its
+            ``input_layernorm`` must be ``attn_input_format`` and ``not output_layernorm``.
         name: names the module in reports.
         set_parallel_mode: split heads and ``ffn_hidden_size`` over the ranks of ``tp_group``.
         sequence_parallel, tp_group, tp_size: as in ``Linear``. With sequence_parallel the hidden
@@ -167,6 +193,7 @@ class TransformerLayer(CompositeModule):
         name: str | None = None,
         device: torch.device | str | int | None = None,
         activation_params: dict[str, float] | None = None,
+        self_attention: torch.nn.Module | None = None,
     ) -> None:
         is_decoder = layer_type == "decoder"
         post_norm = apply_residual_connection_post_layernorm
@@ -235,15 +262,19 @@ class TransformerLayer(CompositeModule):
             "softmax_type": softmax_type,
             **shared,
         }
-        self.self_attention = self._classes["attention"](
-            hidden_size,
-            num_attention_heads,
-            attn_mask_type=self_attn_mask_type,
-            window_size=window_size,
-            input_layernorm=not output_layernorm,
-            **named("self_attention"),
-            **attention,
-        )
+        if self_attention is None:
+            self_attention = self._classes["attention"](
+                hidden_size,
+                num_attention_heads,
+                attn_mask_type=self_attn_mask_type,
+                window_size=window_size,
+                input_layernorm=not output_layernorm,
+                **named("self_attention"),
+                **attention,
+            )
+        else:
+            _check_attention(self_attention, attn_input_format, not output_layernorm, post_norm)
+        self.self_attention: Any = self_attention
         if is_decoder:
             self.inter_attention = self._classes["attention"](
                 hidden_size,

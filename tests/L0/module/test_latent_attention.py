@@ -404,15 +404,51 @@ def test_batch_invariant(name, recompute, device):
 
 def test_in_a_transformer_layer(device):
     """The layer takes the module for its attention, and adds the residual."""
-    layer = apex_te.TransformerLayer(
-        HIDDEN, 48, 4, hidden_dropout=0.0, normalization="RMSNorm", device=device
-    )
     attention = build(input_layernorm=True, layer_number=1, device=device)
-    layer.self_attention = attention
+    layer = apex_te.TransformerLayer(
+        HIDDEN, 48, 4, hidden_dropout=0.0, normalization="RMSNorm", self_attention=attention,
+        device=device,
+    )  # fmt: skip
+    assert layer.self_attention is attention
     x, freqs = torch.randn(SHAPES["sbhd"], device=device), FREQS.to(device)
     found = layer(x, rotary_pos_emb=freqs)
     hidden = x + attention(x, rotary_pos_emb=freqs)
     torch.testing.assert_close(found, hidden + layer.layernorm_mlp(hidden), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"apply_residual_connection_post_layernorm": True}])
+def test_a_layer_takes_an_attention_module(options, device):
+    """It equals the layer that makes one with the same options."""
+    module = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "device": device}
+    made = apex_te.TransformerLayer(HIDDEN, 48, 4, **module, **options)
+    attention = apex_te.MultiheadAttention(
+        HIDDEN, 4, attention_dropout=0.0, input_layernorm=True, device=device,
+        return_layernorm_output=bool(options),
+    )  # fmt: skip
+    given = apex_te.TransformerLayer(HIDDEN, 48, 4, **module, **options, self_attention=attention)
+    given.load_state_dict(made.state_dict())
+    x = torch.randn(SHAPES["sbhd"], device=device)
+    torch.testing.assert_close(given(x), made(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "attention", "message"),
+    [
+        ({}, {"input_layernorm": False}, "input_layernorm True with the layer's options, got F"),
+        ({"output_layernorm": True}, {}, "input_layernorm False with the layer's options, got T"),
+        ({"attn_input_format": "bshd"}, {}, "qkv_format 'bshd' with .* got 'sbhd'"),
+        (
+            {"apply_residual_connection_post_layernorm": True}, {},
+            "return_layernorm_output True with .* got False",
+        ),
+    ],
+)  # fmt: skip
+def test_a_layer_refuses_an_attention_module(options, attention, message):
+    module = build(**{"input_layernorm": True, **attention})
+    with pytest.raises(ValueError, match=f"^TransformerLayer: self_attention must have {message}"):
+        apex_te.TransformerLayer(HIDDEN, 48, 4, self_attention=module, **options)
+    with pytest.raises(TypeError, match=r"self_attention must be a MultiLatentAttention.* got Lin"):
+        apex_te.TransformerLayer(HIDDEN, 48, 4, self_attention=torch.nn.Linear(2, 2))
 
 
 def test_loads_megatrons_separate_down_projections():
