@@ -57,7 +57,8 @@ class DotProductAttention(Planner, torch.nn.Module):
             [heads of this rank], initially 0.
         return_max_logit: forward returns a pair; the second is the largest logit ``scale * q k^T +
             bias`` of each of this rank's heads among visible keys, without sinks and gradients,
-            [h] in the dtype of the queries. It costs a pass over queries and keys.
+            [h] in the dtype of the queries. It costs a pass over queries and keys. With a
+            ``cp_group`` it is that of whole sequences; packed ones need ``"a2a"``.
         apply_query_key_layer_scaling: with a ``layer_number`` L, keep scores divided by L until the
             softmax, so that fp16 does not overflow. This changes only roundings. It changes nothing
             in the fused kernels, which keep scores in fp32.

@@ -168,15 +168,13 @@ class Planner:
             bias = self._slopes(alibi_slopes, batch, q.device)
         if self._context.size == 1:
             return self._route(q, k, v, bias, request)
-        if self.return_max_logit:
-            raise NotImplementedError(
-                f"{_NAME}: return_max_logit must be False with a cp_group of {self._context.size} "
-                "ranks, got True"
-            )
         options = self._options()
         is_self = self.attention_type == "self"
         given = (q, k, v, bias, request)
-        found = context_plan(_NAME, self._context, *given, options, is_self, self._route, self._see)
+        found = context_plan(
+            _NAME, self._context, *given, options, is_self, self._route, self._see,
+            self.return_max_logit,
+        )  # fmt: skip
         order = None if layout == "thd" else (0, 1, 2, 3)
         return found.path, found.run, (*given[:4], self._sink()), order
 

@@ -5,6 +5,7 @@ import torch
 from emulated_ranks import emulate
 
 import apex_te
+from apex_te.module.attention.context_parallel.split import PackedZigZag
 
 HEADS, GROUPS, SIZE = 4, 2, 8
 
@@ -137,3 +138,65 @@ def test_batch_invariant_outputs_have_the_bits_of_one_rank(device, comm_type, wi
             return module(*(own(x, 2, ranks.rank) for x in tensors))
 
         assert torch.equal(joined(emulate(2, comm_type, run)), one)
+
+
+PLAIN = {
+    "causal": ({"attn_mask_type": "causal"}, None, {}),
+    "all": ({"attn_mask_type": "no_mask"}, None, {}),
+    "window": ({"window_size": (9, 0)}, None, {}),
+    "both_sides": ({"attn_mask_type": "no_mask", "window_size": (3, 6)}, None, {}),
+}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("comm_type", ["all_gather", "a2a"])
+@pytest.mark.parametrize("case", [*PLAIN, *cases("cpu", 32, 24)])
+@pytest.mark.parametrize("layout", ["sbhd", "bshd"])
+def test_largest_logits_are_those_of_whole_sequences(device, size, comm_type, case, layout):
+    """On every rank, of all heads; results are those without them."""
+    dim = layout.index("s")
+    queries, keys = 32, 24 if "cross" in case else 32
+    build, bias, options = (PLAIN | cases(device, queries, keys))[case]
+    if case == "alibi" and comm_type != "a2a":
+        pytest.skip("refused, see test_options")
+    module = apex_te.DotProductAttention(HEADS, SIZE, GROUPS, qkv_format=layout, **build)
+    shape = ((queries, HEADS), (keys, GROUPS), (keys, GROUPS))
+    tensors = [draw(n, 2, heads, SIZE, device=device).transpose(0, dim) for n, heads in shape]
+    tensors[0].requires_grad_()
+    given = {**options, **({} if bias is None else {"core_attention_bias": bias})}
+
+    def run(ranks, with_max=True):
+        module._context, module.return_max_logit = ranks, with_max
+        return module(*(own(x, size, ranks.rank, dim) for x in tensors), **given)
+
+    plain = emulate(size, comm_type, lambda ranks: run(ranks, False))
+    found = emulate(size, comm_type, run)
+    del module._context
+    module.return_max_logit = True
+    _, expected = module(*tensors, **given)
+    for (out, largest), alone in zip(found, plain, strict=True):
+        assert torch.equal(out, alone)
+        assert not largest.requires_grad
+        # Products of other shapes sum in another order.
+        torch.testing.assert_close(largest, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("comm_type", ["p2p", "a2a"])
+def test_largest_logits_of_packed_sequences(device, comm_type):
+    module = apex_te.DotProductAttention(HEADS, SIZE, qkv_format="thd", return_max_logit=True)
+    starts = torch.tensor([0, 8, 24], dtype=torch.int32, device=device)
+    x = draw(24, HEADS, SIZE, device=device)
+    given = {"cu_seqlens_q": starts, "max_seqlen_q": 16, "max_seqlen_kv": 16}
+    expected = module(x, x, x, **given)[1]
+    order = PackedZigZag(2, starts, 24)
+
+    def run(ranks):
+        module._context = ranks
+        return module(*(order.by_rank(x).chunk(2)[ranks.rank],) * 3, **given)[1]
+
+    if comm_type == "p2p":
+        with pytest.raises(NotImplementedError, match="return_max_logit must be False with qkv_f"):
+            emulate(2, comm_type, run)
+        return
+    for largest in emulate(2, comm_type, run):
+        torch.testing.assert_close(largest, expected, rtol=1e-6, atol=1e-6)

@@ -101,3 +101,21 @@ def _groups(rank):
 
 def test_meshes_copies_and_no_group(two_ranks):
     assert two_ranks.run(_groups) == [True, True]
+
+
+def _largest_logits(rank, comm_type):
+    device = device_of(rank)
+    module = apex_te.DotProductAttention(4, 8, 2, return_max_logit=True, device=device)
+    generator = torch.Generator().manual_seed(5)
+    q, k = (torch.randn(16, 2, n, 8, generator=generator).to(device) for n in (4, 2))
+    expected = module(q, k, k)[1]
+    group = distributed.group.WORLD
+    module.set_context_parallel_group(group, cp_comm_type=comm_type)
+    q, k = (apex_te.split_for_context_parallel(x, group, 0) for x in (q, k))
+    torch.testing.assert_close(module(q, k, k)[1], expected, rtol=1e-6, atol=1e-6)
+    return True
+
+
+@pytest.mark.parametrize("comm_type", ["all_gather", "a2a"])
+def test_largest_logits_are_those_of_whole_sequences(two_ranks, comm_type):
+    assert two_ranks.run(_largest_logits, comm_type) == [True, True]

@@ -11,6 +11,7 @@ from ..backends import attend
 from ..candidates import Options, Path
 from ..choice import choose
 from ..masks import Mask, MaskType, Visibility
+from ..max_logit import max_logit
 from ..packed import packing
 from .a2a import own_heads, to_heads, to_tokens
 from .all_gather import gather_rows, packed_attention, rows_of, seen_by_rank
@@ -43,10 +44,15 @@ class Request(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Path, and the function of ``(q, k, v, bias, sink)`` in the layout that computes it."""
+    """Path, and the function of ``(q, k, v, bias, sink)`` in the layout that computes it.
+
+    ``largest`` is a function of ``(q, k, bias)``, of the largest logit of this rank's queries and
+    each head; None if it is not known, or if ``run`` returns it.
+    """
 
     path: Path
     run: _Run
+    largest: _Run | None = None
 
 
 # Returns the path and the function of [b, h, s, d] tensors for whole sequences, and more.
@@ -66,6 +72,7 @@ def plan(
     is_self: bool,
     route: Route,
     see: See,
+    with_max: bool = False,
 ) -> Plan:
     """Plans attention to sequences that are split over ranks.
 
@@ -75,6 +82,8 @@ def plan(
         is_self: queries and keys are the same tokens.
         route: plans attention to whole sequences.
         see: returns which keys the queries of whole sequences see.
+        with_max: the plan's function also returns the largest logit of each head, as that of
+            ``route`` does then.
     """
     if options.dropout > 0.0:
         raise NotImplementedError(
@@ -92,10 +101,29 @@ def plan(
     if ranks.comm_type == "a2a":
         return _a2a(owner, ranks, q, k, v, bias, request, route)
     found = _all_gather(owner, ranks, q, k, v, bias, request, options, is_self, see)
+    if with_max:
+        found = _with_largest(owner, ranks, found)
     if ranks.comm_type == "all_gather":
         return found
     reason = f"all_gather serves cp_comm_type {ranks.comm_type!r}; {found.path.reason}"
     return found._replace(path=found.path._replace(reason=reason))
+
+
+def _with_largest(owner: str, ranks: ContextRanks, plan: Plan) -> Plan:
+    """Returns a plan whose function also returns the largest logits of all ranks."""
+    attend, largest = plan.run, plan.largest
+    if largest is None:
+        raise NotImplementedError(
+            f"{owner}: return_max_logit must be False with qkv_format 'thd' and cp_comm_type "
+            f"{ranks.comm_type!r} (use 'a2a'), got True"
+        )
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Any, sink: Any) -> Any:
+        out = attend(q, k, v, bias, sink)
+        with torch.no_grad():
+            return out, ranks.gather(largest(q, k, bias)[None]).wait().amax(0)
+
+    return plan._replace(run=run)
 
 
 def _whole_starts(owner: str, name: str, request: Request, ranks: int, tokens: int) -> torch.Tensor:
@@ -164,9 +192,7 @@ def _a2a(
     found = route(whole_q, whole_k, whole_v, part, request._replace(layout=inner, mask=mask))
     path, attended = found[:2]
 
-    def run(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Any, sink: Any
-    ) -> torch.Tensor:
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Any, sink: Any) -> Any:
         if repeats > 1:
             k, v = (x.repeat_interleave(repeats, -2) for x in (k, v))
         if is_joint:
@@ -178,9 +204,11 @@ def _a2a(
             q, k, v = (x.permute(_TO_HEADS[inner]) for x in (q, k, v))
         bias = own_heads(ranks, bias, head_dim, heads)
         out = attended(q, k, v, bias, own_heads(ranks, sink, 0, heads))
+        out, largest = out if isinstance(out, tuple) else (out, None)
         if layout != "thd":
             out = out.permute(2, 0, 1, 3)
-        return to_tokens(ranks, orders[0], layout, out)[0]
+        out = to_tokens(ranks, orders[0], layout, out)[0]
+        return out if largest is None else (out, ranks.gather(largest).wait())
 
     reason = f"each of {n} ranks has {heads // n} heads of whole sequences; {path.reason}"
     return Plan(path._replace(name=f"a2a {path.name}", reason=reason), run)
@@ -266,7 +294,16 @@ def _all_gather(
             )
             return out.permute(back)
 
-        return _gathered(n, chosen, run, f"in {len(pieces)} pieces")
+        def largest(q: torch.Tensor, k: torch.Tensor, bias: Any) -> torch.Tensor:
+            q, rows = q.permute(order), ranks.gather(k.permute(order).permute(2, 0, 1, 3)).wait()
+            found = []
+            for piece in every[ranks.rank]:
+                keys = torch.cat([rows[a:b] for a, b in piece.keys]).permute(1, 2, 0, 3)
+                part = q[:, :, slice(*piece.queries)]
+                found.append(max_logit(part, keys, None, _seen_in(piece), options.scale))
+            return torch.stack(found).amax(0)
+
+        return _gathered(n, chosen, run, f"in {len(pieces)} pieces", largest)
     own = seen_by_rank(seen, ranks, n * queries, n * keys, q.device)
     rows = rows_of(bias, ranks, queries // 2)
     path = choose(q, stand_in(k), stand_in(v), own, rows, options)
@@ -280,23 +317,36 @@ def _all_gather(
         bias = rows_of(bias, ranks, queries // 2)
         return attend(q, k, v, bias, path, own, options, sink=sink).permute(back)
 
-    return _gathered(n, path, run, "by one mask of its queries and all keys")
+    def largest(q: torch.Tensor, k: torch.Tensor, bias: Any) -> torch.Tensor:  # type: ignore[no-redef]
+        rows = ranks.gather(k.permute(order).permute(2, 0, 1, 3)).wait()
+        k = ZigZag(n).whole(rows).permute(1, 2, 0, 3)
+        bias = rows_of(bias, ranks, queries // 2)
+        return max_logit(q.permute(order), k, bias, own, options.scale)
+
+    return _gathered(n, path, run, "by one mask of its queries and all keys", largest)
 
 
 def _path_of(
     piece: Piece, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options
 ) -> Path:
     """Returns the path that one rank would take for a piece."""
-    seen = Visibility("upper_left" if piece.causal else None)
-    if piece.window != (-1, -1):
-        seen = Visibility(window=piece.window)
+    seen = _seen_in(piece)
+    if seen.causal is not None:  # queries and keys are as many
+        seen = Visibility("upper_left")
     count = sum(b - a for a, b in piece.keys)
     part = q[:, :, slice(*piece.queries)]
     k, v = (x.new_empty(()).expand(*x.shape[:2], count, x.shape[3]) for x in (k, v))
     return choose(part, k, v, seen, None, options)
 
 
-def _gathered(ranks: int, path: Path, run: _Run, how: str) -> Plan:
+def _seen_in(piece: Piece) -> Visibility:
+    """Returns which of a piece's keys its queries see."""
+    if piece.window != (-1, -1):
+        return Visibility(window=piece.window)
+    return Visibility("bottom_right" if piece.causal else None)
+
+
+def _gathered(ranks: int, path: Path, run: _Run, how: str, largest: _Run | None = None) -> Plan:
     """Returns a plan with a path that says how gathered keys are used."""
     reason = f"each rank attends to the keys of {ranks} ranks, {how}; {path.reason}"
-    return Plan(path._replace(name=f"all_gather {path.name}", reason=reason), run)
+    return Plan(path._replace(name=f"all_gather {path.name}", reason=reason), run, largest)
