@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..recipe import BlockScaling, CurrentScaling
+from ..recipe import BlockScaling, CurrentScaling, RowwiseScaling
 from ._fp8_entries import BLOCK, Form
 
 _CHOICES = {
     "quant_method": ("compressed-tensors", "fp8"),
-    "weights": ("tensor", "block"),
+    "weights": ("tensor", "channel", "block"),
     "activations": ("dynamic", "static"),
 }
+
+
+_RECIPES = {"tensor": CurrentScaling(), "channel": RowwiseScaling(), "block": BlockScaling()}
 
 
 class Export:
@@ -24,11 +27,16 @@ class Export:
             if not isinstance(value, str):
                 raise TypeError(f"export_fp8: {name} must be a str, got {type(value).__name__}")
             if value not in choices:
-                wanted = " or ".join(map(repr, choices))
+                wanted = ", ".join(map(repr, choices[:-1])) + f" or {choices[-1]!r}"
                 raise ValueError(f"export_fp8: {name} must be {wanted}, got {value!r}")
-        if weights == "block" and activations == "static":
+        if weights != "tensor" and activations == "static":
             raise ValueError(
-                "export_fp8: activations must be 'dynamic' with weights='block', got 'static'"
+                f"export_fp8: activations must be 'dynamic' with weights={weights!r}, got 'static'"
+            )
+        if weights == "channel" and quant_method == "fp8":
+            raise ValueError(
+                "export_fp8: quant_method must be 'compressed-tensors' with weights='channel', "
+                "got 'fp8'"
             )
 
     @property
@@ -39,8 +47,7 @@ class Export:
     @property
     def form(self) -> Form:
         """Form of the quantized weights."""
-        recipe = BlockScaling() if self.blocks else CurrentScaling()
-        return Form(recipe, self.activations == "static", self.scale_key)
+        return Form(_RECIPES[self.weights], self.activations == "static", self.scale_key)
 
     @property
     def scale_key(self) -> str:
@@ -70,7 +77,7 @@ def quantization_config(export: Export, ignored: list[str]) -> dict[str, Any]:
 
 def _compressed_tensors(export: Export, ignored: list[str]) -> dict[str, Any]:
     """Returns the configuration of compressed-tensors for the options of ``export``."""
-    weights = _arguments("block" if export.blocks else "tensor", dynamic=False)
+    weights = _arguments(export.weights, dynamic=False)
     if export.blocks:
         weights["block_structure"] = [BLOCK, BLOCK]
         inputs = _arguments("group", dynamic=True)
@@ -79,19 +86,6 @@ def _compressed_tensors(export: Export, ignored: list[str]) -> dict[str, Any]:
         inputs = _arguments("token", dynamic=True)
     else:
         inputs = _arguments("tensor", dynamic=False)
-    return _float_quantized(weights, inputs, ignored)
-
-
-def channel_config(ignored: list[str]) -> dict[str, Any]:
-    """Returns compressed-tensors' configuration of scales by output channel and by token."""
-    weights = _arguments("channel", dynamic=False)
-    return _float_quantized(weights, _arguments("token", dynamic=True), ignored)
-
-
-def _float_quantized(
-    weights: dict[str, Any], inputs: dict[str, Any], ignored: list[str]
-) -> dict[str, Any]:
-    """Returns the configuration of compressed-tensors' format "float-quantized"."""
     group = {
         "targets": ["Linear"],
         "weights": weights,

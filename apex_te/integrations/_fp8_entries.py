@@ -12,13 +12,15 @@ import torch
 from torch import nn
 
 from ..comm.collectives import max_over_ranks
+from ..fp8.parameter.codes import of_file
 from ..fp8.parameter.decode import quantizers_of
 from ..fp8.parameter.operands import dequantized
 from ..fp8.parameter.parameter import FP8Parameter
+from ..fp8.scheme.base import layout_of
 from ..module._core.fp8_module import FP8Module
 from ..module._core.parallel import ParallelModule
 from ..module.linear import Linear
-from ..recipe import BlockScaling, Recipe
+from ..recipe import Recipe
 from ._file_tensors import (
     FileTensor,
     Slot,
@@ -54,13 +56,13 @@ class Form(NamedTuple):
     own_experts: bool = False
 
     @property
-    def blocks(self) -> bool:
-        """True if each block of 128x128 of a weight has its own scale."""
-        return isinstance(self.recipe, BlockScaling)
+    def block_rows(self) -> int:
+        """Number of rows of a weight that share scales; 0 if the weight has one scale."""
+        return layout_of(self.recipe).block_rows
 
     def scale(self, scale: torch.Tensor) -> torch.Tensor:
         """Returns a weight's or an input's scale in its final shape."""
-        if self.blocks:
+        if self.block_rows:
             return scale.contiguous()
         return scale.reshape(()) if self.scalars else scale.reshape(1)
 
@@ -93,29 +95,29 @@ class _Weight:
     def quantized(
         self, index: int | None, start: int, rows: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns FP8 data of rows of a matrix and scales: one, or those of blocks.
+        """Returns FP8 data of rows of a matrix and scales: one, or those of the rows.
 
         A matrix with one scale is quantized for all of its parts.
         """
-        blocks, recipe = self.form.blocks, self.form.recipe
+        block, recipe = self.form.block_rows, self.form.recipe
         value, first = self.read()
         weight = value if index is None else value[index - first]
-        if not blocks:
+        if not block:
             if index not in self._whole:
                 self._whole.clear()
-                self._whole[index] = _quantized(weight, recipe, blocks)
+                self._whole[index] = _quantized(weight, recipe)
             data, scale = self._whole[index]
             return data[start : start + rows], scale
         if start == 0 and rows == weight.shape[0]:
-            return _quantized(weight, recipe, blocks)
-        held, stop = _held(weight, blocks), start + rows
-        if held is not None and start % BLOCK == 0 and stop in (len(weight), stop // BLOCK * BLOCK):
+            return _quantized(weight, recipe)
+        held, stop = _held(weight, recipe), start + rows
+        if held is not None and start % block == 0 and stop in (len(weight), stop // block * block):
             data, scale = held
-            return data[start:stop], scale[start // BLOCK : -(-stop // BLOCK)]
-        return _quantized(dequantized(weight)[start:stop], recipe, blocks)
+            return data[start:stop], scale[start // block : -(-stop // block)]
+        return _quantized(dequantized(weight)[start:stop], recipe)
 
 
-def _held(weight: torch.Tensor, blocks: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
+def _held(weight: torch.Tensor, recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Returns FP8 data and scales of a weight that is held in FP8 in the wanted layout."""
     if type(weight) is not FP8Parameter:
         return None
@@ -123,16 +125,14 @@ def _held(weight: torch.Tensor, blocks: bool) -> tuple[torch.Tensor, torch.Tenso
     data, scale = held.rowwise, held.rowwise_scale_inv
     if held.dtype is not torch.float8_e4m3fn or data is None or scale is None:
         return None
-    if isinstance(weight.recipe, BlockScaling) != blocks or (not blocks and scale.numel() != 1):
+    if type(layout_of(weight.recipe)) is not type(layout_of(recipe)):
         return None
-    return data, _trimmed(scale, data) if blocks else scale
+    return data, _trimmed(scale, data, recipe)
 
 
-def _quantized(
-    weight: torch.Tensor, recipe: Recipe, blocks: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _quantized(weight: torch.Tensor, recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns FP8 data ``[rows, cols]`` and fp32 scales of a weight."""
-    held = _held(weight, blocks)
+    held = _held(weight, recipe)
     if held is not None:
         return held
     values = dequantized(weight.detach()).contiguous()
@@ -142,12 +142,14 @@ def _quantized(
     assert scale is not None
     if made.dtype is not torch.float8_e4m3fn:
         raise NotImplementedError(f"entries: weights must be cast to E4M3, got {made.dtype}")
-    return data.view(made.dtype), _trimmed(scale, data) if blocks else scale.view(1)
+    return data.view(made.dtype), _trimmed(scale, data, recipe)
 
 
-def _trimmed(scale: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
-    """Returns the scales of the blocks that ``data`` has, without those that pad their rows."""
-    return scale[: -(-data.shape[0] // BLOCK), : -(-data.shape[1] // BLOCK)]
+def _trimmed(scale: torch.Tensor, data: torch.Tensor, recipe: Recipe) -> torch.Tensor:
+    """Returns the scales that ``data`` has in files, without those that pad their rows."""
+    shape = layout_of(recipe).scales_of_file(*data.shape)
+    assert shape is not None
+    return scale.view(1) if shape == (1,) else of_file(scale, shape)
 
 
 class _Conversion:
@@ -206,7 +208,8 @@ class Entry:
 
     def begins_a_block(self) -> bool:
         """Returns True for FP8 data of rows whose first one begins blocks of the parameter."""
-        return self.is_quantized and self.place is not None and self.place[1] % BLOCK == 0
+        block = self._form.block_rows or BLOCK
+        return self.is_quantized and self.place is not None and self.place[1] % block == 0
 
     def nbytes(self) -> int:
         """Returns the bytes of the tensor in the files, without its scales."""
@@ -227,7 +230,7 @@ class Entry:
         if isinstance(self._reader, _Weight) and self.place is not None:
             data, scale = self._reader.quantized(*self.place)
         else:
-            data, scale = _quantized(self._value(), form.recipe, form.blocks)
+            data, scale = _quantized(self._value(), form.recipe)
         yield self.key, data.contiguous()
         yield stem + form.scale_key, form.scale(scale)
         if self.input_scale is not None:

@@ -15,7 +15,7 @@ from ..fp8.parameter.decode import quantizers_of
 from ..fp8.parameter.operands import dequantized
 from ..fp8.parameter.parameter import FP8Parameter
 from ..fp8.scheme.stack import stacked, stored_layout
-from ..recipe import BlockScaling, Recipe
+from ..recipe import BlockScaling, Recipe, RowwiseScaling
 
 if TYPE_CHECKING:
     from ..distributed.state_dict.split_model import Split
@@ -80,23 +80,27 @@ def _unsharded(tensor: Any, recipe: Recipe | None, has_own_experts: bool) -> Gat
 def _joined(part: torch.Tensor, split: Split, recipe: Recipe | None) -> torch.Tensor:
     """Returns the parameter whose part on this rank of a ``tp_group`` is ``part``."""
     parts = [split.parts(part.shape[split.dim], rank) for rank in range(split.ranks)]
-    of_scales = [each.in_blocks(BLOCK) for each in parts]
-    in_blocks = [each for each in of_scales if each is not None]
-    if len(in_blocks) == len(parts) and part.dim() == 2:
-        if type(part) is not FP8Parameter and _has_blocks(recipe):
+    own = part.recipe if type(part) is FP8Parameter else recipe
+    of_scales = _places_of_scales(parts, split.dim, own) if part.dim() == 2 else []
+    if of_scales:
+        if type(part) is not FP8Parameter:
             assert recipe is not None
             part = _quantized(part, recipe)
-        if type(part) is FP8Parameter and _has_blocks(part.recipe):
-            codes, scale_inv = part.codes()
-            whole = _placed(codes.view(torch.uint8), parts, split.group).view(codes.dtype)
-            scale_inv = _placed(scale_inv, in_blocks, split.group)
-            return FP8Parameter.from_codes(whole, scale_inv, part.recipe, part.dtype)
-    return _placed(dequantized(part), parts, split.group)  # single scales are those of the parts
+        codes, scale_inv = part.codes()
+        whole = _placed(codes.view(torch.uint8), parts, split.group).view(codes.dtype)
+        scale_inv = _placed(scale_inv, of_scales, split.group)
+        return FP8Parameter.from_codes(whole, scale_inv, part.recipe, part.dtype)
+    return _placed(dequantized(part), parts, split.group)  # other scales are those of the parts
 
 
-def _has_blocks(recipe: Recipe | None) -> bool:
-    """Returns True for a recipe whose weights have scales of blocks of 128x128."""
-    return isinstance(recipe, BlockScaling)
+def _places_of_scales(parts: list[Parts], dim: int, recipe: Recipe | None) -> list[Parts]:
+    """Returns where the parts' scales are among a weight's; empty if it has others than these."""
+    if isinstance(recipe, RowwiseScaling):
+        return parts if dim == 0 else []
+    if not isinstance(recipe, BlockScaling):
+        return []
+    found = [each.in_blocks(BLOCK) for each in parts]
+    return [each for each in found if each is not None] if all(found) else []
 
 
 def _placed(part: torch.Tensor, places: list[Parts], group: Any) -> torch.Tensor:
@@ -120,7 +124,7 @@ def _rows(local: torch.Tensor, rows: int, group: Any, recipe: Recipe | None) -> 
     if type(local) is FP8Parameter:
         layout = stored_layout(local.recipe, local.dim())
         block = layout.block_rows
-        if not block or _has_whole_blocks(rows, ranks, block):
+        if block < 2 or _has_whole_blocks(rows, ranks, block):
             held, scale_inv = local._held, local._rowwise_scale_inv
             codes = _all_gather(local._rowwise, rows, group)
             if block:

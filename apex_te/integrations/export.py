@@ -17,6 +17,7 @@ from ._fp8_entries import check_model, entries, is_spread
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 _NAME = "model"
+_FORMS = {"tensorwise": "tensor", "rowwise": "channel", "blockwise": "block"}
 
 
 class _Entry(Protocol):
@@ -40,12 +41,13 @@ def export_fp8(
 ) -> None:
     """Writes ``model`` as a checkpoint with FP8 weights that vLLM and transformers can load.
 
-    The weights of converted linear layers and experts are quantized as by ``CurrentScaling`` or
-    ``BlockScaling``. This includes layers that ``from_torch(fuse=True)`` joined; with one scale per
-    weight these, and the first two matrices of an expert, share it. Weights that are
-    already held in FP8 in that layout are written as they are. Weights have the names of the plain
-    model's files, with their scales beside them. Everything else keeps its dtype. The configuration
-    lists linear layers that are not quantized, such as ``lm_head`` and GPT-2's Conv1D.
+    The weights of converted linear layers and experts are quantized as by ``CurrentScaling``,
+    ``RowwiseScaling`` or ``BlockScaling``. This includes layers that ``from_torch(fuse=True)``
+    joined; with one scale per weight these, and the first two matrices of an expert, share it.
+    Weights that are already held in FP8 in that layout are written as they are. Weights have the
+    names of the plain model's files, with their scales beside them. Everything else keeps its
+    dtype. The configuration lists linear layers that are not quantized, such as ``lm_head`` and
+    GPT-2's Conv1D.
 
     If ranks have parts of the model, by ``fully_shard``, by a ``tp_group`` or as experts, all call
     the function. They gather one parameter at a time, and the first rank of the default group
@@ -54,6 +56,7 @@ def export_fp8(
     |``quant_method``|``weights``|keys beside a ``weight``|read by|
     |---|---|---|---|
     |``"compressed-tensors"``|``"tensor"``|``weight_scale`` ``[1]``|vLLM, compressed-tensors|
+    |``"compressed-tensors"``|``"channel"``|``weight_scale`` ``[out, 1]``|vLLM, compressed-tensors|
     |``"compressed-tensors"``|``"block"``|``weight_scale`` per 128x128|vLLM, compressed-tensors|
     |``"fp8"``|``"tensor"``|``weight_scale`` ``[1]``|vLLM|
     |``"fp8"``|``"block"``|``weight_scale_inv`` per 128x128 (DeepSeek-V3)|vLLM, transformers|
@@ -65,8 +68,9 @@ def export_fp8(
         model: a model of Hugging Face after ``from_torch``, without adapters.
         folder: directory for the files; created if missing. Weights in it are replaced.
         quant_method: layout of configuration and keys, ``"compressed-tensors"`` or ``"fp8"``.
-        weights: ``"tensor"`` for one scale per weight, ``"block"`` for one per block of 128x128; or
-            the recipe's name, ``"tensorwise"`` or ``"blockwise"``.
+        weights: ``"tensor"`` for one scale per weight, ``"channel"`` for one per output channel,
+            amax / 448, ``"block"`` for one per block of 128x128; or the recipe's name,
+            ``"tensorwise"``, ``"rowwise"`` or ``"blockwise"``.
         activations: ``"dynamic"``; or ``"static"`` to write the inputs' scales of delayed scaling,
             only with ``weights="tensor"``. Call ``flush_fp8_state()`` before.
         layout: ``"file"`` for the layout of the checkpoint that ``from_fp8_checkpoint`` has read,
@@ -88,7 +92,7 @@ def export_fp8(
         raise ImportError(
             "export_fp8: safetensors must be installed: pip install safetensors"
         ) from error
-    form = weights.removesuffix("wise") if isinstance(weights, str) else weights
+    form = _FORMS.get(weights, weights) if isinstance(weights, str) else weights
     export = Export(quant_method, form, activations)
     largest = _bytes(max_shard_size)
     check_model(model)

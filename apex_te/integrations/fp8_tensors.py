@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..fp8.parameter.decode import quantizers_of
-from ..recipe import BlockScaling, CurrentScaling, Recipe, chosen_recipe
+from ..recipe import BlockScaling, CurrentScaling, Recipe, RowwiseScaling, chosen_recipe
 from ..runtime.named_arguments import named_arguments
 from ._fp8_entries import BLOCK, Entry, Form, check_model, entries
 
@@ -48,6 +48,7 @@ def fp8_tensors(
     |``"fp8"``|``"tensor"``|``"vllm"``, ``"sglang"``|``x.weight_scale`` ``[1]``|
     |``"fp8"``|``"tensor"``|``"hf"``|``x.weight_scale_inv`` ``[]``|
     |``"compressed-tensors"``|``"block"``|any|``x.weight_scale``, as with ``"fp8"``|
+    |``"compressed-tensors"``|``"channel"``|any|``x.weight_scale`` ``[out, 1]``|
     |``"compressed-tensors"``|``"tensor"``|any|``x.weight_scale`` ``[1]``|
 
     With ``activations="static"`` the scale of the layer's input follows: ``x.input_scale`` ``[1]``,
@@ -66,9 +67,9 @@ def fp8_tensors(
         model: a model of Hugging Face after ``from_torch``, without adapters; whole or sharded.
         layout: names that ``"vllm"``, ``"sglang"`` or ``"hf"`` (transformers) loads.
         quant_method: the engine's quantization, ``"fp8"`` or ``"compressed-tensors"``.
-        weights: ``"block"`` for one scale per 128x128, as in DeepSeek-V3, or ``"tensor"`` for one
-            per weight; or a recipe, or its name, that has such scales, such as
-            ``BlockScaling(pow2=False)``.
+        weights: ``"block"`` for one scale per 128x128, as in DeepSeek-V3, ``"channel"`` for one per
+            output channel, amax / 448, or ``"tensor"`` for one per weight; or a recipe, or its
+            name, that has such scales, such as ``BlockScaling(pow2=False)``.
         activations: ``"dynamic"``; or ``"static"`` to yield the inputs' scales of delayed scaling,
             only with one scale per weight. Call ``flush_fp8_state()`` before.
 
@@ -78,7 +79,8 @@ def fp8_tensors(
     Raises:
         TypeError: ``model`` is not a model of Hugging Face, or an argument has a wrong type.
         ValueError: an option is unknown; the model lacks converted layers, has adapters or is on
-            the meta device; ``"static"`` is given with blocks, or without state of delayed scaling;
+            the meta device; channels are given with ``"fp8"``; ``"static"`` is given with blocks
+            or channels, or without state of delayed scaling;
             or, with blocks, a layer that the engine joins with the next one has
             rows, or any layer for compressed-tensors columns, that are not a multiple of 128.
         NotImplementedError: FP8 weights or experts are sharded otherwise than by rows.
@@ -95,10 +97,16 @@ def fp8_tensors(
     check_model(model)
     recipe = _recipe(weights)
     blocks, scalars = isinstance(recipe, BlockScaling), layout == "hf" and quant_method == "fp8"
-    static = activations == "static"
-    if static and blocks:
+    static, channels = activations == "static", isinstance(recipe, RowwiseScaling)
+    if static and (blocks or channels):
         raise ValueError(
-            "fp8_tensors: activations must be 'dynamic' with scales of blocks, got 'static'"
+            "fp8_tensors: activations must be 'dynamic' with scales of blocks or channels, "
+            "got 'static'"
+        )
+    if channels and quant_method != "compressed-tensors":
+        raise ValueError(
+            "fp8_tensors: quant_method must be 'compressed-tensors' with scales of channels, "
+            f"got {quant_method!r}"
         )
     scale_key = (
         "weight_scale_inv" if quant_method == "fp8" and (blocks or scalars) else "weight_scale"
@@ -122,16 +130,16 @@ def _tensors(found: list[Entry]) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _recipe(weights: Recipe | str) -> Recipe:
     """Returns the recipe that quantizes weights."""
-    known = {"block": "blockwise", "tensor": "tensorwise"}
+    known = {"block": "blockwise", "channel": "rowwise", "tensor": "tensorwise"}
     name = known.get(weights, weights) if isinstance(weights, str) else weights
     recipe = chosen_recipe("fp8_tensors", "weights", name)
     if (
-        not isinstance(recipe, (BlockScaling, CurrentScaling))
+        not isinstance(recipe, (BlockScaling, CurrentScaling, RowwiseScaling))
         or quantizers_of(recipe, torch.device("cpu")).weight.dtype is not torch.float8_e4m3fn
     ):
         raise ValueError(
-            "fp8_tensors: weights must be 'block', 'tensor', or block or current scaling with E4M3 "
-            f"weights, got {weights!r}"
+            "fp8_tensors: weights must be 'block', 'channel', 'tensor', or block, rowwise or "
+            f"current scaling with E4M3 weights, got {weights!r}"
         )
     return recipe
 

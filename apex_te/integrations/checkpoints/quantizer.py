@@ -18,7 +18,7 @@ from transformers.quantizers import (
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ...recipe import BlockScaling, CurrentScaling, DelayedScaling, Recipe, RowwiseScaling
-from .._export_config import Export, channel_config, quantization_config
+from .._export_config import Export, quantization_config
 from .._fp8_entries import is_spread
 from ..experts import hold_upright
 from .description import BLOCKS, CHANNEL, MXFP4, PACKED, TENSOR, Checkpoint, Expected, Form
@@ -262,11 +262,9 @@ class CheckpointQuantizer(HfQuantizer):
             if f"{name}.weight" not in self.held and not isinstance(module, nn.Embedding)
             if getattr(module._parameters.get("weight"), "ndim", 0) == 2
         ]
-        if form is Form.CHANNEL:
-            key, config = "weight_scale", channel_config(ignored)
-        else:
-            export = Export("fp8", form.value, "dynamic")
-            key, config = export.scale_key, quantization_config(export, ignored)
+        method = "compressed-tensors" if form is Form.CHANNEL else "fp8"
+        export = Export(method, form.value, "dynamic")
+        key, config = export.scale_key, quantization_config(export, ignored)
         self.quantization_config.original = config
         self.held = {name: cast_by(name, held, form, key) for name, held in self.held.items()}
         mapping = [c for c in model._weight_conversions if not joins_scales(c)]

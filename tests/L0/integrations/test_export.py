@@ -14,13 +14,15 @@ from families import build, class_of, logits
 from apex_te import flush_fp8_state, fp8_autocast, fp8_model_init
 from apex_te.integrations import export_fp8, from_torch
 from apex_te.ops.current_scale import current_scale
-from apex_te.recipe import BlockScaling, CurrentScaling, DelayedScaling
+from apex_te.ops.row_quantize import reference as row_quantize
+from apex_te.recipe import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
 
 safetensors_torch = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
 
 WIDE = {"hidden_size": 160, "intermediate_size": 272, "head_dim": 40}
-RECIPES = {"tensor": CurrentScaling(), "block": BlockScaling()}
-FORMATS = [(m, w) for m in ("compressed-tensors", "fp8") for w in RECIPES]
+RECIPES = {"tensor": CurrentScaling(), "channel": RowwiseScaling(), "block": BlockScaling()}
+METHODS = {"compressed-tensors": RECIPES, "fp8": ("tensor", "block")}
+FORMATS = [(method, weights) for method, each in METHODS.items() for weights in each]
 FORMAT = pytest.mark.parametrize(("method", "weights"), FORMATS)
 
 
@@ -39,7 +41,7 @@ def read(folder):
 def decoded(data, scale):
     """Values of FP8 data, by the description of the formats."""
     values = data.float()
-    if scale.dim() == 2:
+    if scale.dim() == 2 and len(scale) < len(data):
         rows, cols = data.shape
         scale = scale.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :cols]
     return values * scale
@@ -50,6 +52,8 @@ def values_of(weight, recipe):
     if isinstance(recipe, CurrentScaling):
         out = current_scale(weight.contiguous(), torch.float8_e4m3fn, columnwise=False)
         return decoded(out.rowwise.view(torch.float8_e4m3fn), out.scale_inv)
+    if isinstance(recipe, RowwiseScaling):
+        return decoded(*row_quantize(weight, torch.float8_e4m3fn)[:2])
     with fp8_model_init(recipe=recipe):
         layer = from_torch(torch.nn.Linear(*weight.shape[::-1], bias=False))
     with torch.no_grad():
@@ -78,7 +82,8 @@ def test_decodes_to_our_values(name, fuse, method, weights, tmp_path):
             assert data.dtype is torch.float8_e4m3fn
             assert scale.dtype is torch.float32
             blocks = [-(-size // 128) for size in value.shape]
-            assert list(scale.shape) == (blocks if weights == "block" else [1])
+            shapes = {"tensor": [1], "channel": [len(value), 1], "block": blocks}
+            assert list(scale.shape) == shapes[weights]
             whole, rows = value, slice(None)
             joined = next((n for n in qkv if key.endswith(n)), None)
             if fuse and weights == "tensor" and name != "phi3" and "down" not in key:
@@ -99,7 +104,7 @@ def test_decodes_to_our_values(name, fuse, method, weights, tmp_path):
             if weights == "tensor":
                 assert torch.equal(decoded(data, scale), values_of(whole, CurrentScaling())[rows])
             else:
-                assert torch.equal(decoded(data, scale), values_of(whole, BlockScaling())[rows])
+                assert torch.equal(decoded(data, scale), values_of(whole, RECIPES[weights])[rows])
         elif key not in tied:
             assert torch.equal(found[key], value), key
 
@@ -108,13 +113,15 @@ def test_decodes_to_our_values(name, fuse, method, weights, tmp_path):
 @pytest.mark.parametrize("fuse", [False, True])
 def test_weights_that_are_held_in_fp8_are_written_as_they_are(fuse, weights, tmp_path):
     model = build("llama", **WIDE)
-    with fp8_model_init(recipe=RECIPES[weights]):
+    held = RECIPES | {"channel": RowwiseScaling(scales="pow2")}  # state dicts have the values
+    with fp8_model_init(recipe=held[weights]):
         from_torch(model, fuse)
-    export_fp8(model, tmp_path, quant_method="fp8", weights=weights)
+    method = "compressed-tensors" if weights == "channel" else "fp8"
+    export_fp8(model, tmp_path, quant_method=method, weights=weights)
     found = read(tmp_path)
     for key, value in model.state_dict().items():
         if "proj" in key and "fp8_state" not in key:
-            values = decoded(found[key], found[key[:-6] + scale_key("fp8", weights)])
+            values = decoded(found[key], found[key[:-6] + scale_key(method, weights)])
             assert torch.equal(values, value), key
 
 
@@ -146,7 +153,7 @@ def test_configuration(method, weights, tmp_path):
     (group,) = found["config_groups"].values()
     assert group["targets"] == ["Linear"]
     for key, strategy, dynamic in (
-        ("weights", "block" if block else "tensor", False),
+        ("weights", weights, False),
         ("input_activations", "group" if block else "token", True),
     ):
         wanted = {"num_bits": 8, "type": "float", "symmetric": True}
@@ -348,6 +355,8 @@ def test_refusals(tmp_path, monkeypatch):
         ({"weights": 1}, TypeError, "weights must be a str, got int"),
         ({"activations": "none"}, ValueError, "activations must be 'dynamic' or 'static'"),
         ({"weights": "block", "activations": "static"}, ValueError, "with weights='block'"),
+        ({"weights": "channel", "activations": "static"}, ValueError, "with weights='channel'"),
+        ({"weights": "channel", "quant_method": "fp8"}, ValueError, "quant_method must be 'compr"),
         ({"max_shard_size": "5 GB"}, ValueError, "max_shard_size must be an int or as in"),
         ({"max_shard_size": 0}, ValueError, "max_shard_size must be at least 1, got 0"),
         ({"max_shard_size": 1.5}, TypeError, "max_shard_size must be an int or str, got float"),
@@ -382,7 +391,9 @@ def test_refusals(tmp_path, monkeypatch):
         export_fp8(model, tmp_path)
 
 
-@pytest.mark.parametrize(("name", "weights"), [("tensorwise", "tensor"), ("blockwise", "block")])
+@pytest.mark.parametrize(
+    ("name", "weights"), [("tensorwise", "tensor"), ("rowwise", "channel"), ("blockwise", "block")]
+)
 def test_weights_may_be_named_by_the_recipe(name, weights, tmp_path):
     model = from_torch(build("llama"))
     for choice in (name, weights):

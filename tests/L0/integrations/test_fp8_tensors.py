@@ -13,7 +13,13 @@ from free_scale_cases import made as released
 
 from apex_te import flush_fp8_state, fp8_autocast, fp8_model_init
 from apex_te.integrations import export_fp8, fp8_tensors, from_torch
-from apex_te.recipe import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling
+from apex_te.recipe import (
+    BlockScaling,
+    CurrentScaling,
+    DelayedScaling,
+    MXFP8Scaling,
+    RowwiseScaling,
+)
 
 load_file = pytest.importorskip("safetensors.torch").load_file
 
@@ -22,9 +28,12 @@ SIZES = {
     "num_key_value_heads": 2, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128,
 }  # fmt: skip
 ODD = {"hidden_size": 160, "intermediate_size": 200, "head_dim": 40}
-RECIPES = {"block": BlockScaling(), "tensor": CurrentScaling()}
+RECIPES = {"block": BlockScaling(), "channel": RowwiseScaling(), "tensor": CurrentScaling()}
+HELD = RECIPES | {"channel": RowwiseScaling(scales="pow2")}  # state dicts have the values
 JOINED = [("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3")]
 LAYOUTS, METHODS = ["vllm", "sglang", "hf"], ["fp8", "compressed-tensors"]
+FORMATS = [(m, w) for m in METHODS for w in RECIPES if (m, w) != ("fp8", "channel")]
+FORMAT = pytest.mark.parametrize(("method", "weights"), FORMATS)
 FAMILIES = ["llama", "qwen2", "phi3", "mixtral", "qwen2_moe", "qwen3_moe"]
 
 
@@ -43,6 +52,8 @@ def scale_rule(layout, method, weights, shape):
     if weights == "block":
         name = "weight_scale_inv" if method == "fp8" else "weight_scale"
         return name, [-(-size // 128) for size in shape]
+    if weights == "channel":
+        return "weight_scale", [shape[0], 1]
     if layout == "hf" and method == "fp8":
         return "weight_scale_inv", []
     return "weight_scale", [1]
@@ -50,7 +61,7 @@ def scale_rule(layout, method, weights, shape):
 
 def decoded(data, scale):
     rows, cols = data.shape
-    if scale.dim() == 2:
+    if scale.dim() == 2 and len(scale) < rows:
         scale = scale.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :cols]
     return data.float() * scale
 
@@ -88,8 +99,9 @@ def merge(found, scales, weights, shared):
             parts = [key.replace(names[0], name) for name in names]
             data = torch.cat([found[part].view(torch.uint8) for part in parts])
             data = data.view(torch.float8_e4m3fn)
-            if weights == "block":
-                assert all(len(found[part]) % 128 == 0 for part in parts[:-1])
+            if weights != "tensor":
+                rows = 128 if weights == "block" else 1
+                assert all(len(found[part]) % rows == 0 for part in parts[:-1])
                 scale = torch.cat([scales[part] for part in parts])
             elif shared(key):  # the parts are decoded and cast again with the largest otherwise
                 scale = torch.stack([scales[part] for part in parts]).max()
@@ -101,8 +113,7 @@ def merge(found, scales, weights, shared):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("weights", RECIPES)
+@FORMAT
 @pytest.mark.parametrize("fuse", [False, True])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_engines_load_it(device, name, fuse, weights, method, layout):
@@ -127,6 +138,11 @@ def test_engines_load_it(device, name, fuse, weights, method, layout):
     for key, scale in scales.items():
         error = (decoded(found[key], scale) - expected[key]).norm() / expected[key].norm()
         assert 0 < error < 0.04
+        if weights == "channel":  # as servers do
+            amax = expected[key].float().abs().amax(1, keepdim=True)
+            assert torch.equal(scale, amax / torch.full_like(amax, 448))
+            codes = (expected[key].float() / scale).to(torch.float8_e4m3fn)
+            assert torch.equal(found[key].view(torch.uint8), codes.view(torch.uint8))
         if weights == "block":
             again = fp8_tensors_of(expected[key], quantizer)
             assert torch.equal(found[key].view(torch.uint8), again[0].view(torch.uint8))
@@ -145,7 +161,7 @@ def fp8_tensors_of(weight, recipe):
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2", "mixtral", "gpt_neox", "t5"])
 @pytest.mark.parametrize("fuse", [False, True])
-@pytest.mark.parametrize(("method", "weights"), [(m, w) for m in METHODS for w in RECIPES])
+@FORMAT
 def test_files_have_the_same_bits(name, fuse, method, weights, tmp_path):
     _, model = made(name, fuse)
     export_fp8(model, tmp_path, quant_method=method, weights=weights)
@@ -190,28 +206,30 @@ def test_scales_of_inputs(layout, method, fuse, tmp_path):
 @pytest.mark.parametrize("weights", RECIPES)
 def test_weights_held_in_fp8_go_out_as_they_are(fuse, weights):
     """Data share the parameters' memory; joined weights are split, with one scale or blocks."""
-    _, model = made("llama", fuse, RECIPES[weights])
+    _, model = made("llama", fuse, HELD[weights])
     held = {
         p._held.rowwise.untyped_storage().data_ptr()
         for p in model.parameters()
         if type(p).__name__ == "FP8Parameter"
     }
-    tensors = dict(fp8_tensors(model, weights=weights))
+    method = METHODS[weights == "channel"]
+    tensors = dict(fp8_tensors(model, quant_method=method, weights=weights))
     data = [t for t in tensors.values() if t.dtype is torch.float8_e4m3fn]
     assert len(data) == 14
     assert {t.untyped_storage().data_ptr() for t in data} == held
     for key, value in model.state_dict().items():
         if "proj" in key and "fp8_state" not in key:
-            last, _ = scale_rule("vllm", "fp8", weights, value.shape)
+            last, _ = scale_rule("vllm", method, weights, value.shape)
             scale = tensors[f"{key.removesuffix('weight')}{last}"]
             assert torch.equal(decoded(tensors[key], scale), value)
 
 
-@pytest.mark.parametrize("form", ["block fp32", "tensor"])
+@pytest.mark.parametrize("form", ["block fp32", "channel", "tensor"])
 def test_released_experts_keep_their_bytes(form):
     """Data and scales that no cast of the values would give, in stacks of experts."""
     _, model = made("qwen3_moe", False)
     weights, wanted, held = form.partition(" ")[0], {}, set()
+    method = METHODS[weights == "channel"]
     for number, layer in enumerate(model.model.layers):
         for name in ("gate_up_proj", "down_proj"):
             shape = getattr(layer.mlp.experts, name).shape
@@ -222,12 +240,12 @@ def test_released_experts_keep_their_bytes(form):
             for expert in range(shape[0]):
                 pairs = [(data[expert], scales[expert])]
                 if len(parts) == 2:
-                    both = scales[expert].chunk(2) if weights == "block" else [scales[expert]] * 2
+                    both = scales[expert].chunk(2) if weights != "tensor" else [scales[expert]] * 2
                     pairs = list(zip(data[expert].chunk(2), both, strict=True))
                 for part, pair in zip(parts, pairs, strict=True):
                     wanted[f"model.layers.{number}.mlp.experts.{expert}.{part}.weight"] = pair
-    found = dict(fp8_tensors(model, weights=weights))
-    last, _ = scale_rule("vllm", "fp8", weights, shape)
+    found = dict(fp8_tensors(model, quant_method=method, weights=weights))
+    last, _ = scale_rule("vllm", method, weights, shape)
     for key, (data, scale) in wanted.items():
         assert torch.equal(found[key].view(torch.uint8), data.view(torch.uint8)), key
         assert torch.equal(found[f"{key.removesuffix('weight')}{last}"], scale), key
@@ -255,14 +273,16 @@ def test_tensors_are_made_one_after_the_other(name, weights):
     _, model = made(name, True)
     alive, most = [], 0
     own = {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers()]}
-    for _, tensor in fp8_tensors(model, weights=weights):
+    method = METHODS[weights == "channel"]
+    for _, tensor in fp8_tensors(model, quant_method=method, weights=weights):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
             alive.append((weakref.ref(tensor), storage.nbytes()))
         del tensor, storage
         most = max(most, sum(size for ref, size in alive if ref() is not None))
     assert len(alive) > 20
-    assert 0 < most <= (64 << 10 if weights == "tensor" else 32 << 10) + 64
+    scales = 4 * 256 if weights == "channel" else 64  # of the largest matrix
+    assert 0 < most <= (64 << 10 if weights == "tensor" else 32 << 10) + scales
 
 
 def test_scales_that_are_not_powers_of_two():
@@ -336,9 +356,14 @@ def test_refusals():
         ({"quant_method": "fbgemm"}, ValueError, "quant_method must be 'fp8' or 'compressed-"),
         ({"activations": "none"}, ValueError, "activations must be 'dynamic' or 'static', got 'no"),
         ({"activations": "static"}, ValueError, "activations must be 'dynamic' with scales of bl"),
-        ({"weights": "channel"}, ValueError, "weights must be a recipe or one of"),
+        ({"weights": "group"}, ValueError, "weights must be a recipe or one of"),
+        ({"weights": "channel"}, ValueError, "quant_method must be 'compressed-tensors' with sc"),
         ({"weights": 3}, TypeError, "weights must be a recipe from apex_te.recipe or its name"),
-        ({"weights": MXFP8Scaling()}, ValueError, "weights must be 'block', 'tensor', or block"),
+        (
+            {"weights": MXFP8Scaling()},
+            ValueError,
+            "weights must be 'block', 'channel', 'tensor', or b",
+        ),
         ({"weights": CurrentScaling(fp8_format="HIF8")}, ValueError, "weights must be 'block'"),
     ):
         with pytest.raises(error, match=f"^fp8_tensors: {message}"):
@@ -368,7 +393,8 @@ def test_extra_memory_is_that_of_the_largest_group(fuse, weights, held):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        for _, tensor in fp8_tensors(model, weights=weights):
+        method = METHODS[weights == "channel"]
+        for _, tensor in fp8_tensors(model, quant_method=method, weights=weights):
             del tensor
         peak = torch.cuda.max_memory_allocated() - before
     assert peak <= (1 << 20 if held else 1.1 * largest)

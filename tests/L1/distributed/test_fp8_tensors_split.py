@@ -18,7 +18,7 @@ from apex_te import fp8_autocast
 from apex_te.comm.collectives import ALL_GATHER
 from apex_te.fp8.parameter.parameter import FP8Parameter
 from apex_te.integrations import export_fp8, fp8_tensors, from_torch
-from apex_te.recipe import BlockScaling, CurrentScaling, DelayedScaling
+from apex_te.recipe import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -26,7 +26,8 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "L0" / "integrations")
 
 from families import build
 
-RECIPES = {"block": BlockScaling(), "tensor": CurrentScaling()}
+METHODS = {"block": "fp8", "channel": "compressed-tensors", "tensor": "fp8"}
+RECIPES = {"block": BlockScaling(), "channel": RowwiseScaling(), "tensor": CurrentScaling()}
 SIZES = {
     "hidden_size": 256, "intermediate_size": 512, "head_dim": 128, "num_attention_heads": 2,
     "num_key_value_heads": 2, "num_hidden_layers": 1, "vocab_size": 64,
@@ -52,7 +53,7 @@ def _cut(weight, dim, rank, ranks):
     if type(weight) is not FP8Parameter:
         return weight.detach().chunk(ranks, dim)[rank].clone()
     codes, scale = weight.codes()
-    if scale.dim() == 2:
+    if scale.dim() == 2 and not (dim and scale.shape[1] == 1):
         scale = scale.chunk(ranks, dim)[rank]
     part = codes.view(torch.uint8).chunk(ranks, dim)[rank].contiguous().view(codes.dtype)
     return FP8Parameter.from_codes(part, scale.contiguous(), weight.recipe, weight.dtype)
@@ -94,7 +95,8 @@ def _parallel_modes(rank, kind, weights, sharded, folder):
     if kind == "edges":  # of parts that end inside a block
         sizes = {"intermediate_size": 384}
     whole = _whole(kind, weights, False, device, **sizes)
-    wanted = dict(fp8_tensors(whole, weights=weights))
+    options = {"quant_method": METHODS[weights], "weights": weights}
+    wanted = dict(fp8_tensors(whole, **options))
     ranks = distributed.get_world_size()
     mesh = init_device_mesh(device.type, (2, ranks // 2), mesh_dim_names=("tp", "dp"))
     model = _split(_whole(kind, weights, False, device, **sizes), mesh["tp"].get_group())
@@ -102,10 +104,10 @@ def _parallel_modes(rank, kind, weights, sharded, folder):
         fully_shard(model.model.layers[0], mesh=mesh["dp"])
         fully_shard(model, mesh=mesh["dp"])
     with recorded(ALL_GATHER, lambda out, x, **_: (x.dtype, x.numel())) as gathers:
-        _assert_same(dict(fp8_tensors(model, weights=weights)), wanted)
-    export_fp8(model, f"{folder}/parts", weights=weights, max_shard_size="200KB")
+        _assert_same(dict(fp8_tensors(model, **options)), wanted)
+    export_fp8(model, f"{folder}/parts", max_shard_size="200KB", **options)
     if rank == 0:
-        export_fp8(whole, f"{folder}/whole", weights=weights, max_shard_size="200KB")
+        export_fp8(whole, f"{folder}/whole", max_shard_size="200KB", **options)
         files = [sorted(Path(folder, each).iterdir()) for each in ("parts", "whole")]
         assert [file.name for file in files[0]] == [file.name for file in files[1]]
         assert len(files[0]) > 4
@@ -123,13 +125,23 @@ def check(ranks, kind, weights, sharded, folder):
     for gathers, elements in ranks.run(_parallel_modes, kind, weights, sharded, str(folder)):
         in_fp8 = sum(count for dtype, count in gathers if dtype is torch.uint8)
         if not sharded and kind != "edges":  # each weight once, in a byte an element
-            assert in_fp8 == (elements // 2 if weights == "block" else 0)
+            if weights == "channel":  # of row-parallel layers the rows' parts have other scales
+                assert 0 < in_fp8 < elements // 2
+            else:
+                assert in_fp8 == (elements // 2 if weights == "block" else 0)
 
 
 # FP8 parts with single scales are cast again.
 @pytest.mark.parametrize(
     ("kind", "weights"),
-    [("plain", "block"), ("released", "block"), ("plain", "tensor"), ("edges", "block")],
+    [
+        ("plain", "block"),
+        ("released", "block"),
+        ("plain", "tensor"),
+        ("edges", "block"),
+        ("plain", "channel"),
+        ("edges", "channel"),
+    ],
 )
 def test_parallel_modes(two_ranks, kind, weights, tmp_path):
     check(two_ranks, kind, weights, False, tmp_path)
@@ -168,9 +180,8 @@ def _joined_parts(rank, weights):
     for key, parameter in model.named_parameters():
         if parameter.shape == whole.get_parameter(key).shape:
             parameter.data.copy_(whole.get_parameter(key))
-    _assert_same(
-        dict(fp8_tensors(model, weights=weights)), dict(fp8_tensors(whole, weights=weights))
-    )
+    options = {"quant_method": METHODS[weights], "weights": weights}
+    _assert_same(dict(fp8_tensors(model, **options)), dict(fp8_tensors(whole, **options)))
 
 
 @pytest.mark.parametrize("weights", RECIPES)
@@ -181,7 +192,8 @@ def test_joined_parts(two_ranks, weights):
 def _styles(rank, weights, fuse):
     """Parameters that are DTensors of the suite's styles."""
     device = device_of(rank)
-    wanted = dict(fp8_tensors(_whole("plain", weights, fuse, device), weights=weights))
+    options = {"quant_method": METHODS[weights], "weights": weights}
+    wanted = dict(fp8_tensors(_whole("plain", weights, fuse, device), **options))
     model = _whole("plain", weights, fuse, device)
     mesh = init_device_mesh(device.type, (2,))
     styles = dict.fromkeys(COLUMN, te_distributed.ColumnParallel())
@@ -192,7 +204,7 @@ def _styles(rank, weights, fuse):
         layers["model.layers.0.self_attn.o_proj"] = te_distributed.RowParallel()
     parallelize_module(model, mesh, layers)
     assert sum(hasattr(p, "device_mesh") for p in model.parameters()) > 2
-    _assert_same(dict(fp8_tensors(model, weights=weights)), wanted)
+    _assert_same(dict(fp8_tensors(model, **options)), wanted)
 
 
 @pytest.mark.parametrize("weights", RECIPES)
