@@ -21,7 +21,7 @@ from .grouped_gemm import block_multiply_groups, has_grouped_products, multiplie
 from .grouped_quantize import Groups
 from .product_count import float32_product
 
-__all__ = ["row_block_product", "row_product"]
+__all__ = ["row_block_product", "row_product", "row_scaled_product"]
 
 # Rows at a time, as a compromise: one row costs as much.
 _CPU_ROWS, _GPU_ROWS = 32, 256
@@ -116,11 +116,52 @@ def row_block_product(
         groups = Groups(table, rows, 1)
         out = block_multiply_groups(a, a_scale_inv, b[None], b_scale_inv[None], groups)
         return out if bias is None else out.add_(bias)
-    out = torch.empty(rows, b.shape[0], dtype=out_dtype, device=a.device)
-    for begin, end, step in _chunks(a.device, rows):
-        scales = a_scale_inv[:, begin:end]
-        scales = functional.pad(scales, (0, step - scales.shape[1])).contiguous()
+    return _by_chunks(multiply, a, b, a_scale_inv.t(), b_scale_inv, out_dtype, bias, blocks=True)
+
+
+def row_scaled_product(
+    multiply: Callable[..., torch.Tensor],
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    out_dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Computes ``a @ b.T + bias`` of FP8 data with scales of rows, rows as in ``row_product``.
+
+    Args:
+        multiply: ``rowwise_gemm`` of such operands, or a function with its arguments.
+        a: [rows, K] FP8, with ``a_scale_inv`` [rows, 1].
+        b: [N, K] FP8, with ``b_scale_inv`` [N, 1].
+        out_dtype: dtype of the result.
+        bias: [N] or None.
+
+    Returns:
+        [rows, N] in ``out_dtype``.
+    """
+    return _by_chunks(multiply, a, b, a_scale_inv, b_scale_inv, out_dtype, bias, blocks=False)
+
+
+def _by_chunks(
+    multiply: Callable[..., torch.Tensor],
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scales: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    out_dtype: torch.dtype,
+    bias: torch.Tensor | None,
+    blocks: bool,
+) -> torch.Tensor:
+    """Multiplies some rows of ``a`` and of ``scales`` [rows, some] at a time.
+
+    With ``blocks`` their transposed scales are passed to ``multiply``.
+    """
+    out = torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
+    for begin, end, step in _chunks(a.device, a.shape[0]):
+        own = _padded(scales[begin:end], step)
+        own = own.t().contiguous() if blocks else own
         part = _padded(a[begin:end], step)
-        made = multiply(part, b, scales, b_scale_inv, out_dtype=out_dtype, bias=bias)
+        made = multiply(part, b, own, b_scale_inv, out_dtype=out_dtype, bias=bias)
         out[begin:end] = made[: end - begin]
     return out

@@ -39,8 +39,8 @@ class batch_invariant:
     without it. ``APEX_TE_BATCH_INVARIANT=1`` in the environment turns it on everywhere.
 
     It holds for the linear layers, norms, attention, ``TransformerLayer`` and ``linear_log_probs``,
-    in bf16, fp16, fp32 and with ``BlockScaling``. What cannot keep the promise raises
-    NotImplementedError: other recipes, experts, layers split over ranks, dropout.
+    in bf16, fp16, fp32 and with ``BlockScaling`` and ``RowwiseScaling``. What cannot keep the
+    promise raises NotImplementedError: other recipes, experts, layers split over ranks, dropout.
 
     Args:
         enabled: False turns the mode off inside.

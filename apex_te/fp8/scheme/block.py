@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +35,7 @@ from .base import (
     Repeatable,
     Scheme,
 )
-from .gemm_backend import FPROP, WGRAD, GemmBackend, warn_emulated
+from .gemm_backend import WGRAD, GemmBackend, IndependentRows, warn_emulated
 
 if TYPE_CHECKING:
     from ...recipe import BlockScaling
@@ -208,24 +207,12 @@ class BlockGemm(GemmBackend):
         return block_contract_groups(a, a_scale_inv, b, b_scale_inv, groups, *rest)
 
 
-class IndependentBlockGemm(BlockGemm):
+class IndependentBlockGemm(IndependentRows, BlockGemm):
     """``BlockGemm`` whose fprop gives a row equal bits whatever the other rows are."""
 
     __slots__ = ()
 
-    row_multiple = 1
-
-    def __init__(self, split: tuple[bool, bool, bool], device: torch.device) -> None:
-        super().__init__(split, device)
-        self.adds = False
-
-    def multiply(self, product, a, b, a_scale_inv, b_scale_inv, **options):
-        by_library = super().multiply
-        if product != FPROP:
-            return by_library(product, a, b, a_scale_inv, b_scale_inv, **options)
-        out, multiply = options.pop("out", None), functools.partial(by_library, product)
-        made = row_block_product(multiply, a, b, a_scale_inv, b_scale_inv, **options)
-        return made if out is None else out.copy_(made)
+    rows_product = staticmethod(row_block_product)
 
 
 def _check_grouped(a: torch.Tensor, b: torch.Tensor) -> None:

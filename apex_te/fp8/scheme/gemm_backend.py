@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -204,6 +205,31 @@ class GemmBackend:
             out: contiguous ``[groups, M, N]`` to write, or to add to with ``accumulate``.
         """
         raise NotImplementedError
+
+
+class IndependentRows(GemmBackend):
+    """Mixin before a backend: its fprop gives a row equal bits whatever the other rows are.
+
+    Attributes:
+        rows_product: function of ``ops.row_products`` for the backend's operands.
+    """
+
+    __slots__ = ()
+
+    row_multiple = 1
+    rows_product: ClassVar[Callable[..., torch.Tensor]]
+
+    def __init__(self, split: tuple[bool, bool, bool], device: torch.device) -> None:
+        super().__init__(split, device)
+        self.adds = False
+
+    def multiply(self, product, a, b, a_scale_inv, b_scale_inv, **options):
+        multiply = functools.partial(super().multiply, product)
+        if product != FPROP:
+            return multiply(a, b, a_scale_inv, b_scale_inv, **options)
+        out = options.pop("out", None)
+        made = type(self).rows_product(multiply, a, b, a_scale_inv, b_scale_inv, **options)
+        return made if out is None else out.copy_(made)
 
 
 def warn_emulated(what: str, needed: str) -> None:

@@ -13,12 +13,13 @@ import torch
 
 from ...ops._head_order import sorted_heads
 from ...ops.byte_transpose import byte_transpose
+from ...ops.row_products import row_scaled_product
 from ...ops.row_quantize import row_quantize
 from ...ops.rowwise_gemm import rowwise_gemm
 from ...runtime.device import has_fp8_products
 from ..tensor import QuantizedTensor
 from .base import Layout, Quantizer, QuantizerSets, Repeatable, Scheme, Slots
-from .gemm_backend import DGRAD, GemmBackend, warn_emulated
+from .gemm_backend import DGRAD, GemmBackend, IndependentRows, warn_emulated
 
 if TYPE_CHECKING:
     from ...recipe.rowwise import RowwiseScaling
@@ -159,16 +160,22 @@ def _transposed(weight: QuantizedTensor) -> tuple[torch.Tensor, torch.Tensor]:
 class RowwiseGemm(GemmBackend):
     """Multiplies operands with a scale for each row, and casts the gradient of dgrad before."""
 
-    __slots__ = ("gradient", "native")
+    __slots__ = ("device", "gradient", "native")
 
     gradient: RowwiseGradientQuantizer
 
     def __init__(self, split: tuple[bool, bool, bool], device: torch.device) -> None:
         super().__init__(split, device)
+        self.device = device
         self.native = has_fp8_products(device)
         self.adds = True
         if not self.native:
             warn_emulated("FP8 matrix products", "sm_89 or later, or gfx94x or later")
+
+    def with_independent_rows(self) -> RowwiseGemm:
+        backend = IndependentRowwiseGemm(self.split, self.device)
+        backend.gradient = self.gradient
+        return backend
 
     def multiply(self, product, a, b, a_scale_inv, b_scale_inv, **options):
         if product == DGRAD:
@@ -177,6 +184,14 @@ class RowwiseGemm(GemmBackend):
         return rowwise_gemm(
             a, b, a_scale_inv, b_scale_inv, use_split_accumulator=self.split[product], **options
         )
+
+
+class IndependentRowwiseGemm(IndependentRows, RowwiseGemm):
+    """``RowwiseGemm`` whose fprop gives a row equal bits whatever the other rows are."""
+
+    __slots__ = ()
+
+    rows_product = staticmethod(row_scaled_product)
 
 
 class Rows(Layout):

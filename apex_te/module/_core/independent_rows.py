@@ -34,7 +34,8 @@ def with_independent_rows(owner: str, recipe: Any, quantizers: GemmQuantizers) -
     backend = quantizers.backend.with_independent_rows()
     if backend is None:
         raise NotImplementedError(
-            f"{owner}: fp8_recipe must be BlockScaling under batch_invariant, because other scales "
-            f"depend on other rows or on earlier batches, got {type(recipe).__name__}"
+            f"{owner}: fp8_recipe must be BlockScaling or RowwiseScaling under batch_invariant, "
+            "because other scales depend on other rows or on earlier batches, "
+            f"got {type(recipe).__name__}"
         )
     return quantizers._replace(backend=backend)

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import apex_te
 from apex_te import batch_invariant, fp8_autocast, is_batch_invariant
 from apex_te.module._core import plain_functions
-from apex_te.recipe import BlockScaling
+from apex_te.recipe import BlockScaling, RowwiseScaling
 from apex_te.runtime import invariance
 
 H = 128
@@ -21,7 +21,11 @@ COUNTS = {
     "cpu": [1, 2, 3, 7, 8, 31, 33, 63, 64, 65, 129, 150],
     "cuda": [1, 2, 3, 8, 31, 64, 127, 129, 257, 511, 513, 1000, 2049, 4096, 8192],
 }
-RECIPES = {"none": None, "pow2": BlockScaling(), "fp32": BlockScaling(pow2=False)}
+RECIPES = {
+    "none": None, "pow2": BlockScaling(), "fp32": BlockScaling(pow2=False),
+    "rowwise": RowwiseScaling(),
+}  # fmt: skip
+ONE_OF_EACH = [None, BlockScaling(), RowwiseScaling()]
 MODULES = {
     "Linear": lambda **k: apex_te.Linear(H, 192, **k),
     "LayerNormLinear": lambda **k: apex_te.LayerNormLinear(H, 192, **k),
@@ -41,7 +45,7 @@ def default_dtype(device):
 
 
 def skip_without_blocks(device, recipe):
-    needs = recipe is not None and device.type == "cuda"
+    needs = isinstance(recipe, BlockScaling) and device.type == "cuda"
     if needs and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("block-scaled GEMMs need sm_90")
 
@@ -191,7 +195,8 @@ def test_steps_with_a_cache_are_the_training_forward(recipe, announced, device, 
 
 
 @pytest.mark.parametrize(
-    ("vocabulary", "recipe"), [(256, None), (259, None), (256, RECIPES["pow2"])]
+    ("vocabulary", "recipe"),
+    [(256, None), (259, None), (256, RECIPES["pow2"]), (256, RECIPES["rowwise"])],
 )
 def test_log_probs(vocabulary, recipe, device, mode):
     skip_without_blocks(device, recipe)
@@ -228,7 +233,7 @@ def test_low_rank_products(device, mode):
     layer = apex_te.Linear(H, 192, device=device, params_dtype=dtype)
     down, up = (torch.randn(*s, device=device, dtype=dtype) for s in ((8, H), (192, 8)))
     x = torch.randn(150, H, device=device, dtype=dtype)
-    for recipe in (None, BlockScaling()):
+    for recipe in ONE_OF_EACH:
         skip_without_blocks(device, recipe)
         with region(recipe):
             full = layer.forward_low_rank(x, down, up, 0.5)
@@ -282,7 +287,7 @@ def test_refusals():
     refused(
         lambda: apex_te.linear_log_probs(x, *head, fp8_recipe="tensorwise"),
         NotImplementedError,
-        "linear_log_probs: fp8_recipe must be BlockScaling under batch_invariant.* CurrentScaling",
+        "linear_log_probs: fp8_recipe must be BlockScaling or RowwiseScaling under .*CurrentScaling",
     )
     refused(
         lambda: apex_te.GroupedLinear(2, H, 64)(x, [16, 16]),
@@ -329,7 +334,7 @@ def test_blocks_threads_and_the_environment(monkeypatch):
         assert not again.is_batch_invariant()
 
 
-@pytest.mark.parametrize("recipe", [None, BlockScaling()], ids=["none", "pow2"])
+@pytest.mark.parametrize("recipe", ONE_OF_EACH, ids=["none", "pow2", "rowwise"])
 def test_compiled(recipe, device):
     skip_without_blocks(device, recipe)
     module = MODULES["RMSNormLinear"](device=device, params_dtype=default_dtype(device))
@@ -369,7 +374,7 @@ def test_compiled_attention(device):
 
 
 @needs_cuda
-@pytest.mark.parametrize("recipe", [None, BlockScaling()], ids=["none", "pow2"])
+@pytest.mark.parametrize("recipe", ONE_OF_EACH, ids=["none", "pow2", "rowwise"])
 def test_graphed(recipe):
     device = torch.device("cuda")
     skip_without_blocks(device, recipe)

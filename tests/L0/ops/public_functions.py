@@ -75,6 +75,7 @@ OTHERS = {
     "rope.angle_table",
     "row_products.row_block_product",
     "row_products.row_product",
+    "row_products.row_scaled_product",
 }
 
 

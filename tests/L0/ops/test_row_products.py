@@ -9,7 +9,9 @@ from apex_te.ops.block_quantize import block_quantize
 from apex_te.ops.fp8_gemm import block_scaled_gemm
 from apex_te.ops.layer_norm import layer_norm
 from apex_te.ops.rms_norm import rms_norm
-from apex_te.ops.row_products import row_block_product, row_product
+from apex_te.ops.row_products import row_block_product, row_product, row_scaled_product
+from apex_te.ops.row_quantize import row_quantize
+from apex_te.ops.rowwise_gemm import rowwise_gemm
 
 COUNTS = [1, 2, 3, 7, 8, 31, 33, 64, 127, 129, 255, 257, 511, 513]
 
@@ -66,6 +68,28 @@ def test_row_block_product(features, depth, scales, out_dtype, device):
     full = assert_rows_independent(compute, x)
     usual = block_scaled_gemm(*operands(x), out_dtype=out_dtype, bias=bias)
     # Sums in another order, and on a GPU a product that is rounded before the bias is added.
+    rtol, atol = (1e-5, 1e-3) if out_dtype is torch.float32 else (2e-2, 0.2)
+    if device.type == "cuda" and out_dtype is torch.float32:
+        atol = 0.1  # the matrix units keep fewer bits of a sum than float32
+    torch.testing.assert_close(full, usual, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("features", "depth"), [(64, 128), (50, 33), (256, 400)])
+def test_row_scaled_product(features, depth, out_dtype, device):
+    x, bias = rows(depth, device), torch.randn(features, device=device)
+    w = torch.randn(features, depth, device=device)
+    weight = row_quantize(w, torch.float8_e4m3fn, columnwise=False)
+
+    def operands(x):
+        made = row_quantize(x, torch.float8_e4m3fn, columnwise=False)
+        return made.rowwise, weight.rowwise, made.rowwise_scale_inv, weight.rowwise_scale_inv
+
+    def compute(x):
+        return row_scaled_product(rowwise_gemm, *operands(x), out_dtype, bias)
+
+    full = assert_rows_independent(compute, x)
+    usual = rowwise_gemm(*operands(x), out_dtype=out_dtype, bias=bias)
     rtol, atol = (1e-5, 1e-3) if out_dtype is torch.float32 else (2e-2, 0.2)
     if device.type == "cuda" and out_dtype is torch.float32:
         atol = 0.1  # the matrix units keep fewer bits of a sum than float32
