@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import KW_ONLY, InitVar, dataclass
 from typing import ClassVar
 
@@ -26,17 +27,21 @@ class RowwiseScaling(Recipe, name="rowwise"):
         scales: ``"server"``, ``"fp32"`` or ``"pow2"``, as in ``BlockScaling``.
         eps: lower bound of the amax from which a row's scale is computed; with ``"server"`` it is
             at least 1e-10.
+        activation_scale_ub: upper bound of the amax of a token, as of FBGEMM's checkpoints; larger
+            values saturate. None for no bound.
         override_linear_precision, use_split_accumulator, interval, backward, fp8_dpa, fp8_mha: as
             in ``CurrentScaling``.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: as for ``DelayedScaling``.
+        TypeError, ValueError, NotImplementedError: as for ``DelayedScaling``; also if
+            ``activation_scale_ub`` is not a finite float above 0.
     """
 
     _: KW_ONLY
     fp8_format: FormatOrName = Format.E4M3  # type: ignore[assignment]
     scales: str = "server"
     eps: float = 0.0
+    activation_scale_ub: float | None = None
     override_linear_precision: GemmFlags = (False, False, False)
     use_split_accumulator: GemmFlags = (False, True, True)
     interval: int = 1
@@ -50,3 +55,14 @@ class RowwiseScaling(Recipe, name="rowwise"):
         self._check_shared(fp8_dpa, fp8_mha)
         object.__setattr__(self, "scales", block_scales(self._name, self.scales, None))
         self._check_eps(self.eps)
+        bound = self.activation_scale_ub
+        if bound is None:
+            return
+        if isinstance(bound, bool) or not isinstance(bound, (int, float)):
+            raise TypeError(
+                f"{self._name}: activation_scale_ub must be a float, got {type(bound).__name__}"
+            )
+        if not 0.0 < bound < math.inf:
+            raise ValueError(
+                f"{self._name}: activation_scale_ub must be finite and above 0, got {bound}"
+            )

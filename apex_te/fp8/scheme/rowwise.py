@@ -26,16 +26,22 @@ if TYPE_CHECKING:
 
 
 class RowwiseQuantizer(Quantizer):
-    """Casts a matrix to FP8 with a scale for each row; the columnwise copy has its own."""
+    """Casts a matrix to FP8 with a scale for each row; the columnwise copy has its own.
 
-    __slots__ = ("eps", "scales")
+    Magnitudes above ``bound`` saturate, and no scale is that of a larger one.
+    """
+
+    __slots__ = ("bound", "eps", "scales")
 
     pad_columnwise = True
 
-    def __init__(self, dtype: torch.dtype, scales: str, eps: float) -> None:
+    def __init__(
+        self, dtype: torch.dtype, scales: str, eps: float, bound: float | None = None
+    ) -> None:
         self.dtype = dtype
         self.scales = scales
         self.eps = eps
+        self.bound = bound
 
     def quantize(
         self,
@@ -44,8 +50,9 @@ class RowwiseQuantizer(Quantizer):
         columnwise: bool = True,
         with_dbias: bool = False,
     ) -> tuple[QuantizedTensor, torch.Tensor | None]:
+        values = x if self.bound is None else x.clamp(-self.bound, self.bound)
         out = row_quantize(
-            x, self.dtype, rowwise=rowwise, columnwise=columnwise,
+            values, self.dtype, rowwise=rowwise, columnwise=columnwise,
             pad_columnwise=self.pad_columnwise, scales=self.scales, eps=self.eps,
         )  # fmt: skip
         return QuantizedTensor(*out, self.dtype), x.sum(0) if with_dbias else None
@@ -54,10 +61,10 @@ class RowwiseQuantizer(Quantizer):
         return Repeatable((), None)
 
     def settings(self) -> tuple:
-        return (*super().settings(), self.scales, self.eps)
+        return (*super().settings(), self.scales, self.eps, self.bound)
 
     def cast_key(self) -> tuple | None:
-        return self.dtype, self.scales, self.eps
+        return self.dtype, self.scales, self.eps, self.bound
 
 
 class RowwiseWeightQuantizer(RowwiseQuantizer):
@@ -246,7 +253,7 @@ class RowwiseScheme(Scheme):
     ) -> tuple[Quantizer, Quantizer, Quantizer]:
         formats, options = recipe.fp8_format.value, (recipe.scales, recipe.eps)
         return (
-            RowwiseQuantizer(formats.fwd_dtype, *options),
+            RowwiseQuantizer(formats.fwd_dtype, *options, recipe.activation_scale_ub),
             RowwiseWeightQuantizer(formats.fwd_dtype, *options),
             RowwiseGradientQuantizer(formats.bwd_dtype, *options),
         )

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from ...fp8.parameter.parameter import FP8Parameter
 from ...recipe import BlockScaling, CurrentScaling, DelayedScaling, Recipe, RowwiseScaling
-from .description import BLOCK, BLOCKS, CHANNEL, Form
+from .description import BLOCK, BLOCKS, CHANNEL, MXFP4, MXFP8, Form
 from .mapping import Held
 from .mxfp4 import in_blocks
 
@@ -77,17 +77,26 @@ def parameter_of(
 def regrouped(
     codes: torch.Tensor, scale: torch.Tensor, held: Held, recipe: Recipe
 ) -> tuple[FP8Parameter | None, int]:
-    """Returns experts with powers of two for groups of 32 as an FP8 Parameter of blocks.
+    """Returns a weight with powers of two for groups of 32 as an FP8 Parameter of blocks.
 
     None instead of it if FP8 does not hold all values, whose number the int is.
     """
-    made = [in_blocks(*each) for each in zip(codes, scale, strict=True)]
+    pairs = [(codes, scale)] if codes.dim() == 2 else zip(codes, scale, strict=True)
+    made = [in_blocks(*each) for each in pairs]
     changed = sum(each[2] for each in made)
     if changed:
         return None, changed
-    stack = torch.stack([each[0].view(torch.uint8) for each in made]).view(codes.dtype)
+    whole = torch.stack([each[0].view(torch.uint8) for each in made]).view(codes.shape)
     scales = torch.stack([each[1] for each in made])
-    return FP8Parameter.from_codes(stack, scales, recipe, held.dtype), 0
+    scales = scales if codes.dim() == 3 else scales[0]
+    return FP8Parameter.from_codes(whole.view(codes.dtype), scales, recipe, held.dtype), 0
+
+
+def may_regroup(recipe: Recipe, held: Held) -> bool:
+    """Returns True for groups of 32 that a recipe's blocks may hold, if its parts end no block."""
+    stored, ends = held.stored, held.shape[-2] // held.parts % BLOCK
+    is_mx = (stored.form, stored.block) in (MXFP4, MXFP8)
+    return is_mx and form_of(recipe) is Form.BLOCK and not (ends and held.parts > 1)
 
 
 def padded(codes: torch.Tensor, parts: int) -> torch.Tensor:

@@ -62,14 +62,14 @@ def from_fp8_checkpoint(
 
     Experts in MXFP4 (gpt-oss) are held in FP8 with 128x128 blocks, which have the same values where
     the exponents of a block's groups differ by 14 at most; otherwise, as for other scales below.
-    Files of such a model get the layout of ``"fp8"``, with experts ``[experts, out, in]``.
+    Files of such a model get the layout of ``"fp8"``, with experts ``[experts, out, in]``. So are
+    weights in MXFP8 whose values the blocks have, which is rare unless groups' exponents are equal.
 
-    Use ``model.hf_quantizer.recipe`` in ``fp8_autocast``. Weights with other scales, those of
-    groups of 32 (``"mxfp8"``), are refused, unless ``recipe`` is given: it casts the decoded
+    Use ``model.hf_quantizer.recipe`` in ``fp8_autocast``; it has FBGEMM's ``activation_scale_ub``.
+    Weights with other scales are refused, unless ``recipe`` is given: it casts the decoded
     weights again, one matrix at a time, and files of the model get the layout of ``"fp8"``, or of
     ``"compressed-tensors"`` with ``RowwiseScaling``. The same happens to scales that differ where a
-    model joins weights, and to those that are not powers of two if the recipe's are. Upper bounds
-    of the inputs' scales (FBGEMM's ``activation_scale_ub``) are not applied.
+    model joins weights, and to those that are not powers of two if the recipe's are.
 
     Experts with a gate and up projection that are not a multiple of 128 features get more features,
     which are zeros and stay so; files do not have them.
@@ -97,7 +97,7 @@ def from_fp8_checkpoint(
         ValueError: the checkpoint has no FP8 weights, or scales that do not fit them or the
             configuration.
         NotImplementedError: the format, or the scales without ``recipe``, cannot be held; the
-            message names them, and for MXFP4 the number of values.
+            message names them, and for MXFP4 and MXFP8 the number of values.
     """
     try:
         import transformers
@@ -208,8 +208,9 @@ def _converted(model: Any, fuse: bool) -> nn.Module:
     for name, held in quantizer.held.items():
         how = f"weights in FP8, {held.stored.form.value} scales of the checkpoint"
         owners[name.rpartition(".")[0]] = how
-    for name in quantizer.unpacked:
-        owners[name.rpartition(".")[0]] = "weights in FP8, of the values that MXFP4 has"
+    for name in quantizer.regrouped:
+        kind = "MXFP4" if quantizer.checkpoint.method == "mxfp4" else "MXFP8"
+        owners[name.rpartition(".")[0]] = f"weights in FP8, of the values that {kind} has"
     for name in quantizer.cast_again:
         again = f"weights in FP8, cast again by {type(quantizer.recipe).__name__}"
         owners[name.rpartition(".")[0]] = again

@@ -1,4 +1,4 @@
-"""MXFP4 weights of a checkpoint (gpt-oss) in FP8, and groups of 32 as blocks of 128x128."""
+"""MXFP4 weights of a checkpoint (gpt-oss) as E4M3, and groups of 32 as blocks of 128x128."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from .description import BLOCK
 GROUP = 32
 # E4M3 codes of the 16 values: 0, 0.5, 1, 1.5, 2, 3, 4, 6, and their negatives.
 _CODES = (0x00, 0x30, 0x38, 0x3C, 0x40, 0x44, 0x48, 0x4C)
-# Of the largest exponent of a block: 6 * 2^6 is the largest value that E4M3 holds.
-_HEADROOM = 6
+_LARGEST = math.frexp(448.0)  # of E4M3
 
 
 def unpacked(packed: torch.Tensor) -> torch.Tensor:
@@ -32,28 +31,31 @@ def in_blocks(codes: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, t
 
     Args:
         codes: E4M3 ``[rows, cols]``.
-        scale: float32 ``[rows, cols / 32]``, powers of two, or NaN as E8M0 has it.
+        scale: float32 ``[rows, ceil(cols / 32)]``, powers of two, or NaN as E8M0 has it.
 
     Returns:
         codes: E4M3 ``[rows, cols]``.
         scale_inv: float32 ``[ceil(rows / 128), ceil(cols / 128)]``, powers of two.
         changed: number of values that FP8 does not hold with these scales, NaN among them; 0 for
-            values of MXFP4 if the exponents of a block's scales differ by 14 at most.
+            values of MXFP4 if the exponents of a block's scales differ by 14 at most, and for
+            those of MXFP8 if its smaller values lose no bits to the largest.
     """
     rows, cols = codes.shape
     down, across = -(-rows // BLOCK), -(-cols // BLOCK)
     pad = (0, across * BLOCK - cols, 0, down * BLOCK - rows)
-    known = codes.float().masked_fill(scale.isnan().repeat_interleave(GROUP, 1), math.nan)
+    unknown = scale.isnan().repeat_interleave(GROUP, 1)[:, :cols]
+    known = codes.float().masked_fill(unknown, math.nan)
     values = functional.pad(known, pad)
     exponents = torch.frexp(scale)[1] - 1
     exponents = functional.pad(exponents, (0, across * (BLOCK // GROUP) - scale.shape[1]))
     exponents = functional.pad(exponents, (0, 0, 0, down * BLOCK - rows))
-    # A group of zeros needs no scale.
-    is_used = values.view(down * BLOCK, -1, GROUP).any(-1)
+    # The least exponent with which E4M3 holds a group; one of zeros needs no scale.
+    fraction, exponent = torch.frexp(values.view(down * BLOCK, -1, GROUP).abs().amax(-1))
+    own = exponents + exponent + (fraction > _LARGEST[0]).int() - _LARGEST[1]
     least = torch.iinfo(torch.int32).min
-    used = exponents.masked_fill(~is_used, least).view(down, BLOCK, across, BLOCK // GROUP)
+    used = own.masked_fill(fraction == 0, least).view(down, BLOCK, across, BLOCK // GROUP)
     largest = used.amax((1, 3))
-    block = torch.where(largest == least, 0, largest - _HEADROOM).clamp(min=-126)
+    block = torch.where(largest == least, 0, largest).clamp(min=-126)
     shift = exponents - block.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK // GROUP, 1)
     values = torch.ldexp(values, shift.repeat_interleave(GROUP, 1))[:rows, :cols]
     made = values.clamp(-448.0, 448.0).to(torch.float8_e4m3fn)

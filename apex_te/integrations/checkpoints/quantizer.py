@@ -21,7 +21,17 @@ from ...recipe import BlockScaling, CurrentScaling, DelayedScaling, Recipe, Roww
 from .._export_config import Export, quantization_config
 from .._fp8_entries import is_spread
 from ..experts import hold_upright
-from .description import BLOCKS, CHANNEL, MXFP4, PACKED, TENSOR, Checkpoint, Expected, Form
+from .description import (
+    BLOCKS,
+    CHANNEL,
+    MXFP4,
+    MXFP8,
+    PACKED,
+    TENSOR,
+    Checkpoint,
+    Expected,
+    Form,
+)
 from .headers import read_headers
 from .holding import (
     are_powers_of_two,
@@ -29,6 +39,7 @@ from .holding import (
     form_of,
     keeps_bytes,
     matrix_of,
+    may_regroup,
     pad_down_proj,
     parameter_of,
     regrouped,
@@ -80,7 +91,7 @@ class CheckpointQuantizer(HfQuantizer):
         recipes: recipe of each of these weights.
         embeddings: those that are in FP8 there, and have values in the model.
         cast_again: names of weights that are not held by the codes in the files.
-        unpacked: names of weights in MXFP4, whose values blocks of FP8 hold unless in
+        regrouped: names of weights in MXFP4 or MXFP8, whose values blocks of FP8 hold unless in
             ``cast_again``.
         input_scales: scales of the inputs of weights, by the weights' names.
         files: paths of the files.
@@ -100,7 +111,7 @@ class CheckpointQuantizer(HfQuantizer):
         self.recipes: dict[str, Recipe] = {}
         self.embeddings: dict[str, Held] = {}
         self.cast_again: list[str] = []
-        self.unpacked: list[str] = []
+        self.regrouped: list[str] = []
         self.input_scales: dict[str, torch.Tensor] = {}
         self.files: list[str] = []
         self.is_on_meta = False
@@ -177,16 +188,16 @@ class CheckpointQuantizer(HfQuantizer):
             module, own = _owner(model, name), name.rpartition(".")[2]
             recipe, scale = recipes[held.stored.form], matrices.pop(name)
             self.recipes[name] = recipe
-            weight = None
             if held.stored.form is Form.PACKED:
                 del module.__dict__[own]
                 codes = unpacked(_taken(module, own + PACKED))
-                weight, lost = regrouped(codes, scale, held, recipe)
-                found = f"{lost} values that blocks of 128x128 do not hold"
-                self.unpacked.append(name)
             else:
                 codes = _taken(module, own)
-                found = "scales that differ within a matrix of the model"
+            weight, found = None, "scales that differ within a matrix of the model"
+            if may_regroup(recipe, held):
+                weight, lost = regrouped(codes, scale, held, recipe)
+                found = f"{lost} values that blocks of 128x128 do not hold"
+                self.regrouped.append(name)
             if weight is None and not keeps_bytes(recipe, scale, held):
                 if self.quantization_config.recipe is None:
                     raise _needs_recipe(held, found)
@@ -194,7 +205,7 @@ class CheckpointQuantizer(HfQuantizer):
             if weight is None:
                 weight = parameter_of(codes, scale, held, recipe)
             module.register_parameter(own, nn.Parameter(weight))
-        if self.cast_again or self.unpacked:
+        if self.cast_again or self.regrouped:
             self._describe_anew(model)
         model.register_load_state_dict_pre_hook(FileLayout())
         return model
@@ -244,8 +255,11 @@ class CheckpointQuantizer(HfQuantizer):
         recipes: dict[Form, Recipe] = {
             Form.BLOCK: BlockScaling(pow2=pow2),
             Form.TENSOR: DelayedScaling() if self.checkpoint.static else CurrentScaling(),
-            Form.CHANNEL: RowwiseScaling(),
+            Form.CHANNEL: RowwiseScaling(
+                activation_scale_ub=self.checkpoint.config.get("activation_scale_ub")
+            ),
             Form.PACKED: BlockScaling(),
+            Form.GROUP: BlockScaling(),
         }
         self.recipe = recipes[counts.most_common(1)[0][0]]
         return recipes
@@ -318,7 +332,7 @@ def _check_forms(weights: dict[str, Held]) -> None:
     """Raises an error for weights that no FP8 Parameter holds as they are."""
     for held in weights.values():
         form, block = held.stored.form, held.stored.block
-        if Expected(form, block) not in (TENSOR, BLOCKS, CHANNEL, MXFP4):
+        if Expected(form, block) not in (TENSOR, BLOCKS, CHANNEL, MXFP4, MXFP8):
             raise _needs_recipe(held, f"{form.value} scales of {list(block)}")
 
 

@@ -43,9 +43,9 @@ def cases():
 
 def recipe_of(layout):
     """The recipe that a layout's model is to have."""
-    _, _, form, dtype, static = LAYOUTS[layout]
+    config, _, form, dtype, static = LAYOUTS[layout]
     if form in ((1, 0), (-1,)):
-        return RowwiseScaling()
+        return RowwiseScaling(activation_scale_ub=config.get("activation_scale_ub"))
     if len(form) > 1:
         return BlockScaling(pow2=not dtype.is_floating_point or dtype.itemsize == 1)
     return DelayedScaling() if static else CurrentScaling()

@@ -5,7 +5,16 @@ import json
 import pytest
 import torch
 import transformers
-from released_files import BLOCKS, IDS, LAYOUTS, compressed, plain_model, read, release
+from released_files import (
+    BLOCKS,
+    IDS,
+    LAYOUTS,
+    compressed,
+    plain_model,
+    read,
+    release,
+    safetensors_torch,
+)
 
 from apex_te import conversion_summary, export_fp8, from_fp8_checkpoint
 from apex_te.fp8.parameter.parameter import FP8Parameter
@@ -71,6 +80,37 @@ def test_other_scales_are_cast_again_if_asked_for(layout, model, form, tmp_path)
     again = from_fp8_checkpoint(tmp_path / "exported", dtype=torch.float32)
     assert not again.hf_quantizer.cast_again
     assert again.hf_quantizer.recipe == recipe
+    with torch.no_grad():
+        assert torch.equal(again(IDS).logits, loaded(IDS).logits)
+
+
+@pytest.mark.parametrize("model", ["qwen3_moe", "qwen3 edges"])
+def test_mxfp8_of_values_that_blocks_hold(model, tmp_path):
+    """Groups of one matrix whose exponents differ, where the smaller ones lose no bits."""
+    _, decoded = release(model, "mxfp8", tmp_path / "read")
+    file = tmp_path / "read/model.safetensors"
+    tensors = safetensors_torch.load_file(file)
+    for key, scale in tensors.items():
+        if key.endswith("weight_scale_inv"):
+            scale[:] = 110 + 6 * (torch.arange(scale.numel()).view_as(scale) % 3 == 0).byte()
+            codes = tensors[key.removesuffix("_scale_inv")]
+            kept = codes.view(torch.uint8) & 0xF0 | 0x40  # from 2 to 256, in both directions
+            tensors[key.removesuffix("_scale_inv")] = kept.view(E4M3)
+            wide = torch.ldexp(torch.ones(scale.shape), scale.int() - 127)
+            wide = wide.repeat_interleave(32, 1)[:, : codes.shape[1]]
+            decoded[key.removesuffix("_scale_inv")] = kept.view(E4M3).float() * wide
+    safetensors_torch.save_file(tensors, file, metadata={"format": "pt"})
+    loaded = from_fp8_checkpoint(tmp_path / "read", dtype=torch.float32)
+    assert not loaded.hf_quantizer.cast_again
+    assert loaded.hf_quantizer.recipe == BlockScaling()
+    assert "weights in FP8, of the values that MXFP8 has" in repr(conversion_summary(loaded))
+    plain = plain_model(model, decoded, tmp_path / "plain")
+    names = [name for name, p in loaded.named_parameters() if type(p) is FP8Parameter]
+    assert len(names) > 7
+    for name in names:
+        assert torch.equal(loaded.get_parameter(name).dequantize(), plain.get_parameter(name)), name
+    export_fp8(loaded, tmp_path / "exported", layout="file")
+    again = from_fp8_checkpoint(tmp_path / "exported", dtype=torch.float32)
     with torch.no_grad():
         assert torch.equal(again(IDS).logits, loaded(IDS).logits)
 

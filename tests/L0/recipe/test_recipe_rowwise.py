@@ -10,6 +10,7 @@ from checks import assert_same_bits, in_pairs, sqnr
 
 from apex_te import GroupedLinear, LayerNormLinear, LayerNormMLP, Linear, fp8_autocast
 from apex_te.fp8.model_init import fp8_model_init
+from apex_te.fp8.parameter.decode import quantizers_of
 from apex_te.fp8.parameter.parameter import FP8Parameter
 from apex_te.ops import row_quantize
 from apex_te.ops.reference_codec import decode_fp8
@@ -142,6 +143,34 @@ def test_groups_are_a_loop_of_layers(device, single, held):
         assert_same_bits(own, wanted)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bound_of_activations(device, dtype):
+    """FBGEMM's: a token's scale is that of min(amax, bound), and larger values saturate."""
+    recipe = RowwiseScaling(activation_scale_ub=3.0)
+    x = (torch.randn(20, 48, device=device) * 2).to(dtype)
+    x[2, 5], x[3] = torch.inf, x[3] * 1e-2
+    amax = x.float().abs().amax(1, keepdim=True).clamp(max=3.0)
+    scale_inv = amax / torch.full_like(amax, 448.0)
+    wanted = (x.float() / scale_inv).clamp(-448, 448).to(E4M3)
+    quantizers = quantizers_of(recipe, x.device)
+    made = quantizers.input.quantize(x)[0]
+    assert_same_bits([made.rowwise, made.rowwise_scale_inv], [wanted, scale_inv])
+    assert (amax == 3).any()
+    assert (amax < 3).any()
+    layer = Linear(48, 32, bias=False, params_dtype=dtype, device=device)
+    found = step(layer, x, torch.ones(20, 32, device=device, dtype=dtype), recipe)
+    bounded = x.clamp(-3, 3)
+    again = step(layer, bounded, torch.ones(20, 32, device=device, dtype=dtype), RECIPES["server"])
+    layer.zero_grad()
+    assert_same_bits(found[0], again[0])
+    plain = quantizers_of(RECIPES["server"], x.device)
+    for own, other in (
+        (quantizers.weight, plain.weight),
+        (quantizers.grad_output, plain.grad_output),
+    ):
+        assert own.settings() == other.settings()
+
+
 def test_compiled(device):
     recipe = RECIPES["server"]
     with fp8_model_init(True, recipe):
@@ -162,6 +191,10 @@ def test_is_found_by_name_and_rejects_bad_arguments():
         RowwiseScaling(scales="row")
     with pytest.raises(ValueError, match=r"^RowwiseScaling: eps must be finite"):
         RowwiseScaling(eps=-1.0)
+    with pytest.raises(ValueError, match=r"activation_scale_ub must be finite and above 0, got 0"):
+        RowwiseScaling(activation_scale_ub=0)
+    with pytest.raises(TypeError, match=r"activation_scale_ub must be a float, got str"):
+        RowwiseScaling(activation_scale_ub="1200")
     with pytest.raises(ValueError, match=r"scale_inv must have shape \[4, 1\].*got \[4\]"):
         FP8Parameter.from_codes(
             torch.zeros(4, 8).to(E4M3), torch.ones(4), RowwiseScaling(), torch.float32
