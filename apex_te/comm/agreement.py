@@ -87,11 +87,13 @@ def check_same(
     values: Mapping[str, object],
     device: torch.device,
     error: Exception | None = None,
+    wanted: str = "arguments must fit",
 ) -> None:
     """Checks that ``values`` are equal on all ranks of ``group``; None is the whole world.
 
-    Collective; the host waits. If this rank has an ``error`` of its arguments, that is raised after
-    the collective, and the other ranks raise ``RankMismatchError`` instead of waiting forever.
+    Collective; the host waits. If this rank has an ``error``, of its arguments or of what
+    ``wanted`` says, that is raised after the collective, and the other ranks raise
+    ``RankMismatchError`` instead of waiting forever.
     Values are compared as text: enums by name, callables by qualified name, others by ``str``.
     """
     if error is not None:
@@ -108,7 +110,7 @@ def check_same(
     where = f"the ranks of {group_name} ({_named(ranks)})"
     if found.flag:
         refused = _by_value(_REFUSED, ranks, known)
-        raise RankMismatchError(f"{owner}: arguments must fit on all of {where}, got {refused}")
+        raise RankMismatchError(f"{owner}: {wanted} on all of {where}, got {refused}")
     differing = [
         f"{key} (got {_by_value(key, ranks, known)})"
         for key, value in known[0].items()

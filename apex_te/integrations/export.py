@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import distributed, nn
 
+from ..comm.agreement import check_same
 from ..runtime.named_arguments import named_arguments
 from ._export_config import Export, quantization_config
 from ._fp8_entries import check_model, entries, is_spread
@@ -51,7 +52,8 @@ def export_fp8(
 
     If ranks have parts of the model, by ``fully_shard``, by a ``tp_group`` or as experts, all call
     the function. They gather one parameter at a time, and the first rank of the default group
-    writes the files of the whole model; it holds one file's tensors in its CPU memory.
+    writes the files of the whole model; it holds one file's tensors in its CPU memory. If it
+    cannot write them, it raises the error, and the others ``RankMismatchError``.
 
     |``quant_method``|``weights``|keys beside a ``weight``|read by|
     |---|---|---|---|
@@ -85,13 +87,14 @@ def export_fp8(
             converted layer, has adapters or is on the meta device; or ``"static"`` is given without
             state of delayed scaling.
         NotImplementedError: FP8 weights or experts are sharded otherwise than by rows.
+        RankMismatchError: the first rank could not write the files.
     """
     try:
-        import safetensors.torch as safetensors
-    except ImportError as error:
+        import safetensors  # noqa: F401
+    except ImportError as missing:
         raise ImportError(
             "export_fp8: safetensors must be installed: pip install safetensors"
-        ) from error
+        ) from missing
     form = _FORMS.get(weights, weights) if isinstance(weights, str) else weights
     export = Export(quant_method, form, activations)
     largest = _bytes(max_shard_size)
@@ -104,12 +107,35 @@ def export_fp8(
         found, quantization = _as_read(model, layout, (quant_method, weights, activations))
     folder = os.fspath(folder)
     shards = _shards(found, largest)
-    if not _writes(model):
-        for entry in found:  # which gathers this rank's part for the one that writes
+    if not is_spread(model):
+        _write(model, folder, iter(shards), len(shards), quantization)
+        return
+    remaining = iter(shards)
+    error: Exception | None = None
+    if distributed.get_rank() == 0:
+        try:
+            _write(model, folder, remaining, len(shards), quantization)
+        except Exception as found_error:
+            error = found_error
+    for shard in remaining:  # which gathers this rank's part, also after an error of the first one
+        for entry in shard:
             for _ in entry.tensors():
                 pass
-        distributed.barrier()
-        return
+    check_same(
+        "export_fp8", "the default group", None, {}, _device(model), error, "writing must succeed"
+    )
+
+
+def _write(
+    model: Any,
+    folder: str,
+    shards: Iterator[list[_Entry]],
+    count: int,
+    quantization: dict[str, Any],
+) -> None:
+    """Writes ``count`` files, their index and the configuration."""
+    import safetensors.torch as safetensors
+
     os.makedirs(folder, exist_ok=True)
     for name in os.listdir(folder):
         if re.fullmatch(rf"{_NAME}(-\d+-of-\d+)?\.safetensors(\.index\.json)?", name):
@@ -118,23 +144,24 @@ def export_fp8(
     total = 0
     for index, shard in enumerate(shards):
         file = f"{_NAME}.safetensors"
-        if len(shards) > 1:
-            file = f"{_NAME}-{index + 1:05d}-of-{len(shards):05d}.safetensors"
+        if count > 1:
+            file = f"{_NAME}-{index + 1:05d}-of-{count:05d}.safetensors"
         tensors = {key: _saved(value) for entry in shard for key, value in entry.tensors()}
         safetensors.save_file(tensors, os.path.join(folder, file), metadata={"format": "pt"})
         names.update(dict.fromkeys(tensors, file))
         total += sum(value.nbytes for value in tensors.values())
-    if len(shards) > 1:
+    if count > 1:
         index_of = {"metadata": {"total_size": total}, "weight_map": names}
         _write_json(os.path.join(folder, f"{_NAME}.safetensors.index.json"), index_of)
     _write_config(model, folder, quantization)
-    if is_spread(model):
-        distributed.barrier()
 
 
-def _writes(model: nn.Module) -> bool:
-    """Returns True on the rank that writes: any whose model is whole, or the first one."""
-    return not is_spread(model) or distributed.get_rank() == 0
+def _device(model: nn.Module) -> torch.device:
+    """Returns the device of collectives on a model's parameters, which may be offloaded."""
+    parameters: list[Any] = list(model.parameters())
+    meshes = (each.device_mesh for each in parameters if hasattr(each, "device_mesh"))
+    mesh = next(meshes, None)
+    return parameters[0].device if mesh is None else torch.device(mesh.device_type)
 
 
 def _as_read(

@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 import apex_te
 from apex_te import distributed as te_distributed
 from apex_te import fp8_autocast
+from apex_te.comm.agreement import RankMismatchError
 from apex_te.comm.collectives import ALL_GATHER
 from apex_te.fp8.parameter.parameter import FP8Parameter
 from apex_te.integrations import export_fp8, fp8_tensors, from_torch
@@ -211,6 +212,44 @@ def _styles(rank, weights, fuse):
 @pytest.mark.parametrize("fuse", [False, True])
 def test_styles(two_ranks, weights, fuse):
     two_ranks.run(_styles, weights, fuse)
+
+
+def _failing_writes(rank, folder):
+    """The first rank cannot make the folder, or write the second file; no rank waits for it."""
+    import safetensors.torch as safetensors
+
+    device = device_of(rank)
+    model = _whole("plain", "block", False, device)
+    fully_shard(model, mesh=init_device_mesh(device.type, (2,)))
+    Path(folder, "file").touch()
+    save, calls = safetensors.save_file, []
+
+    def fail(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("no space left")
+        return save(*args, **kwargs)
+
+    for name, error in (("file", "FileExistsError"), ("full", "RuntimeError: no space left")):
+        safetensors.save_file = fail if name == "full" else save
+        expected = (OSError, RuntimeError) if rank == 0 else RankMismatchError
+        try:
+            with pytest.raises(expected) as found:
+                export_fp8(model, f"{folder}/{name}", max_shard_size="200KB")
+        finally:
+            safetensors.save_file = save
+        if rank:
+            assert "export_fp8: writing must succeed on all of the ranks" in str(found.value)
+            assert f"got {error}" in str(found.value)
+            assert "on rank 0" in str(found.value)
+        else:
+            assert type(found.value) is not RankMismatchError
+    export_fp8(model, f"{folder}/full", max_shard_size="200KB")
+    assert Path(folder, "full", "config.json").exists()
+
+
+def test_failing_writes(two_ranks, tmp_path):
+    two_ranks.run(_failing_writes, str(tmp_path))
 
 
 def _static(rank):
