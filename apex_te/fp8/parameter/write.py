@@ -88,16 +88,34 @@ def store(weight: HeldWeight, new: QuantizedTensor, changes: torch.Tensor | None
     assert new.rowwise is not None
     assert new.rowwise_scale_inv is not None
     data, scale_inv = new.rowwise, new.rowwise_scale_inv
-    if changes is not None:
+    if changes is None:
+        weight._rowwise.copy_(data)
+    else:
         assert held.rowwise_scale_inv is not None
         scale_inv = torch.where(of_scales(changes, scale_inv), scale_inv, held.rowwise_scale_inv)
-        where = of_elements(changes, layout_of(weight._recipe), data.shape)
-        kept = weight._rowwise.view(torch.uint8)
-        data = torch.where(where, data.view(torch.uint8), kept).view(data.dtype)
-    weight._rowwise.copy_(data)
+        _store_changed(weight._rowwise, data, changes, layout_of(weight._recipe))
     weight._rowwise_scale_inv.copy_(scale_inv)
     held.columnwise = held.columnwise_scale_inv = None
     held.free = held.free or new.free
+
+
+def _store_changed(
+    kept: torch.Tensor, data: torch.Tensor, changes: torch.Tensor, layout: Layout
+) -> None:
+    """Copies FP8 data of blocks whose ``changes`` are not 0 to ``kept``, in one pass if whole."""
+    kept, data = kept.view(torch.uint8), data.view(torch.uint8)
+    if layout.block_rows and _has_whole_blocks(data.shape, layout):
+        kept, data = by_block(kept, layout), by_block(data, layout)
+        where = (changes != 0)[..., None, :, None]
+    else:
+        where = of_elements(changes, layout, data.shape)
+    torch.where(where, data, kept, out=kept)
+
+
+def _has_whole_blocks(shape: Sequence[int], layout: Layout) -> bool:
+    """Returns True if ``by_block`` returns a view of a matrix or stack in ``shape``."""
+    high, wide = layout.block_rows or shape[-2], layout.block_cols or shape[-1]
+    return not (shape[-2] % max(high, 1) or shape[-1] % max(wide, 1))
 
 
 def changed(weight: HeldWeight, value: torch.Tensor) -> torch.Tensor:
@@ -113,12 +131,16 @@ def changed(weight: HeldWeight, value: torch.Tensor) -> torch.Tensor:
 
 
 def by_block(x: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """Returns a matrix or stack as ``[.., block row, row, block column, column]``, zeros added."""
+    """Returns a matrix or stack as ``[.., block row, row, block column, column]``, zeros added.
+
+    It is a view if there is nothing to add.
+    """
     *count, rows, cols = x.shape
     high, wide = layout.block_rows or rows, layout.block_cols or cols
     down, across = -(-rows // high), -(-cols // wide)
-    padded = functional.pad(x, (0, across * wide - cols, 0, down * high - rows))
-    return padded.view(*count, down, high, across, wide)
+    if not _has_whole_blocks(x.shape, layout):  # pad copies in any case
+        x = functional.pad(x, (0, across * wide - cols, 0, down * high - rows))
+    return x.view(*count, down, high, across, wide)
 
 
 def of_scales(changes: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor:
