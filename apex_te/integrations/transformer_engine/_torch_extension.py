@@ -1,4 +1,4 @@
-"""The module ``transformer_engine_torch``: what Megatron-Core calls there to split packed batches."""
+"""The module ``transformer_engine_torch``: by it Megatron-Core splits packed batches."""
 
 from __future__ import annotations
 
