@@ -58,7 +58,8 @@ def set_context_parallel_group(
     _register()
     for layer in layers:
         vars(layer)[_RANKS], vars(layer)[_CORES] = ranks, {}
-    model.set_attn_implementation(_NAME if ranks.size > 1 else "apex_te")
+    chosen: Any = model
+    chosen.set_attn_implementation(_NAME if ranks.size > 1 else "apex_te")
     return model
 
 
