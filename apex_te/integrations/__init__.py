@@ -18,6 +18,7 @@ from .fusion import KeyMap, key_map
 from .latent_attention import fuse_latent_attention
 from .optimizer_order import reorder_fused_state, reorder_grouped_linear_state
 from .saving import load_fp8_state, save_fp8_state
+from .split_attention import set_context_parallel_group
 from .summary import ConversionSummary, conversion_summary
 from .te_state import load_te_extra_state, read_te_extra_state
 
@@ -42,6 +43,7 @@ __all__ = [
     "reorder_fused_state",
     "reorder_grouped_linear_state",
     "save_fp8_state",
+    "set_context_parallel_group",
 ]
 
 if not TYPE_CHECKING:  # type checkers know the names above, and no others

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from user_error import UserError, needs
 
+import apex_te
+
 END = 0  # the token behind each document
 IGNORED = -100  # target of tokens that nothing is predicted for
 
@@ -21,11 +23,29 @@ class Batch(NamedTuple):
         inputs, targets: int64 [sequences, context]; packed, they belong to one row [1, tokens].
         cu_seqlens: where documents begin and the last one ends, int32 [documents + 1]; None if
             attention does not stop at them.
+        padded: where they begin and end with the padding that ``split`` has put behind each, int32
+            [documents + 1]; None if there is none.
     """
 
     inputs: torch.Tensor
     targets: torch.Tensor
     cu_seqlens: torch.Tensor | None
+    padded: torch.Tensor | None = None
+
+    def split(self, ranks: int, group: Any) -> Batch:
+        """Returns this rank's tokens of each sequence, for context-parallel ``group`` of ``ranks``.
+
+        Packed documents are padded so that each can be split; ``cu_seqlens`` remains that of whole
+        documents.
+        """
+        if ranks == 1:
+            return self
+        whole = self if self.cu_seqlens is None else _padded(self, ranks)
+        inputs, targets = (
+            apex_te.split_for_context_parallel(x, group, cu_seqlens=whole.padded)
+            for x in (whole.inputs, whole.targets)
+        )
+        return whole._replace(inputs=inputs, targets=targets)
 
     def to(self, device: torch.device) -> Batch:
         """Returns the batch on ``device``, without waiting for the copies."""
@@ -33,6 +53,26 @@ class Batch(NamedTuple):
             return self
         return Batch(*(t if t is None else t.pin_memory().to(device, non_blocking=True)
                        for t in self))  # fmt: skip
+
+
+def _padded(batch: Batch, ranks: int) -> Batch:
+    """Returns a packed batch whose documents have multiples of ``2 ranks`` tokens each.
+
+    The last one also makes each rank's tokens a multiple of 32, as products in FP8 want them.
+    """
+    assert batch.cu_seqlens is not None
+    begins = batch.cu_seqlens.numpy()
+    lengths = np.diff(begins)
+    sizes = -(-lengths // (2 * ranks)) * (2 * ranks)
+    sizes[-1] += -sizes.sum() % (32 * ranks)
+    padded = np.append(0, sizes.cumsum()).astype(np.int32)
+    place = np.arange(begins[-1]) + np.repeat(padded[:-1] - begins[:-1], lengths)
+    rows = []
+    for x, rest in ((batch.inputs, END), (batch.targets, IGNORED)):
+        row = x.new_full((1, int(padded[-1])), rest)
+        row[0, torch.from_numpy(place)] = x[0]
+        rows.append(row)
+    return Batch(*rows, batch.cu_seqlens, torch.from_numpy(padded))
 
 
 class Tokens:
@@ -147,7 +187,7 @@ class TrainingBatches:
         order: the samples.
         batch: samples of a step, on all ranks.
         microbatch: samples of a forward on one rank.
-        ranks, rank: number of data-parallel ranks, and this one's.
+        ranks, rank: number of parts of a batch's sequences, and this rank's.
         packed: as in ``make_batch``.
     """
 

@@ -89,7 +89,7 @@ def build(args: argparse.Namespace, ranks: Ranks, device: torch.device, vocabula
         vocabulary: number of tokens.
     """
     dtype = dtype_of(args.dtype, device)
-    microbatches = args.batch // ranks.dp // args.microbatch
+    microbatches = args.batch // ranks.batch_parts // args.microbatch
     uses_fp8 = args.layers == "apex_te"
     recipe = make_run_recipe(args.recipe, microbatches) if uses_fp8 else None
     head = CurrentScaling() if isinstance(recipe, DelayedScaling) else recipe
@@ -107,6 +107,7 @@ def build(args: argparse.Namespace, ranks: Ranks, device: torch.device, vocabula
     parameters = sum(counts)
     flops = shape_of(args).flops_per_token(vocabulary, args.context)
     scale_losses(model, microbatches)
+    model.split_sequences(ranks.cp_group)
     gradients = Gradients(model, ranks)
     if args.main_grads:
         main_grads.allocate(model.blocks)

@@ -19,7 +19,7 @@ FIXED = (
 
 POSITIVE = (
     "context", "vocabulary", "batch", "microbatch", "steps", "max_tokens", "max_bytes",
-    "max_seconds", "stop_at", "lr", "log_every", "keep", "tp", "experts", "top_k",
+    "max_seconds", "stop_at", "lr", "log_every", "keep", "tp", "cp", "experts", "top_k",
 )  # fmt: skip
 NOT_NEGATIVE = (
     "warmup", "final_lr", "weight_decay", "clip", "seed", "save_every", "eval_every", "eval_tokens",
@@ -146,6 +146,7 @@ def _add_execution(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--device", default="auto", help="auto, cpu or cuda")
     add("--tp", type=int, default=1, help="ranks that split every layer; the others are FSDP's")
+    add("--cp", type=int, default=1, help="ranks that split every sequence")
     add("--fp8-all-gather", action="store_true", help="FSDP gathers weights as FP8 data")
     add("--recompute", type=int, default=0, metavar="N", help="checkpoint every N-th block")
     add("--compile", action="store_true", help="torch.compile the blocks")
@@ -213,8 +214,9 @@ def _check_layers(reader: argparse.ArgumentParser, args: argparse.Namespace) -> 
     ):  # fmt: skip
         if getattr(args, name):
             reader.error(f"--{name.replace('_', '-')} needs --layers apex_te, got {args.layers}")
-    if args.tp > 1:
-        reader.error(f"--tp of at least 2 needs --layers apex_te, got {args.layers}")
+    for name in ("tp", "cp"):
+        if getattr(args, name) > 1:
+            reader.error(f"--{name} of at least 2 needs --layers apex_te, got {args.layers}")
     wanted = "bf16" if args.layers == "torch" else "tensorwise"
     if args.recipe != wanted:
         reader.error(f"--recipe must be {wanted} with --layers {args.layers}, got {args.recipe}")
@@ -240,6 +242,10 @@ def _check_switches(reader: argparse.ArgumentParser, args: argparse.Namespace) -
     for name in ("fp8_params", "fp8_head", "fp8_all_gather", "keep_columnwise_weights"):
         if getattr(args, name) and args.recipe == "bf16":
             reader.error(f"--{name.replace('_', '-')} needs a --recipe of FP8, got bf16")
+    if args.context % (2 * args.cp) and args.cp > 1:
+        reader.error(
+            f"--context must be a multiple of 2 x --cp = {2 * args.cp}, got {args.context}"
+        )
     if args.graphs and (args.compile or args.recompute or args.packed or args.main_grads):
         reader.error("--graphs excludes --compile, --recompute, --packed and --main-grads")
     if args.fp8_all_gather and args.recipe == "mxfp8":

@@ -123,11 +123,21 @@ class Llama(nn.Module):
         """Returns the head's weight, [vocabulary, dim]."""
         return self.tokens.weight if self.head is None else self.head.weight
 
+    def split_sequences(self, cp_group: Any) -> None:
+        """Has blocks of apex_te expect this rank's tokens of each sequence; None: whole sequences.
+
+        Grouped queries have few keys and values, which ranks gather.
+        """
+        for module in self.modules():
+            if isinstance(module, apex_te.MultiheadAttention):
+                module.set_context_parallel_group(cp_group, cp_comm_type="all_gather")
+
     def forward(
         self,
         ids: torch.Tensor,
         targets: torch.Tensor | None = None,
         cu_seqlens: torch.Tensor | None = None,
+        padded: torch.Tensor | None = None,
         is_first_microbatch: bool | None = None,
         cache: apex_te.InferenceParams | None = None,
     ) -> torch.Tensor:
@@ -137,6 +147,7 @@ class Llama(nn.Module):
             ids: tokens, int64 [sequences, context]; packed [1, tokens].
             targets: the tokens to predict, in the shape of ``ids``; -100 is none.
             cu_seqlens: packed, where documents begin, int32 [documents + 1].
+            padded: where they begin with padding between them; see ``batches.Batch``.
             is_first_microbatch: as in ``TransformerLayer.forward``.
             cache: keys and values of earlier tokens; ``pre_step`` has announced these.
 
@@ -155,6 +166,7 @@ class Llama(nn.Module):
                 longest = self.context
                 options |= {"cu_seqlens_q": cu_seqlens, "cu_seqlens_kv": cu_seqlens}
                 options |= {"max_seqlen_q": longest, "max_seqlen_kv": longest}
+                options |= {"cu_seqlens_q_padded": padded, "cu_seqlens_kv_padded": padded}
         for index, block in enumerate(self.blocks):
             if self.recompute and index % self.recompute == 0 and torch.is_grad_enabled():
                 hidden = apex_te.checkpoint(block, hidden, use_reentrant=False, **options)

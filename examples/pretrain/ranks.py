@@ -1,4 +1,4 @@
-"""Spreads a run over ranks: tensor parallelism inside of layers, FSDP2 over the rest.
+"""Spreads a run over ranks: tensor parallelism in layers, context parallelism, FSDP2 over the rest.
 
 Weights are drawn whole and cut, and all ranks take their part of the same batch, so that a run on
 several ranks is the run on one up to the order of sums.
@@ -26,26 +26,37 @@ from apex_te.recipe import Recipe
 class Ranks:
     """Ranks of a run; neighbours split layers ("tp"), the others the batch and parameters ("dp").
 
+    Of the latter, neighbours may split sequences ("cp").
+
     Attributes:
         rank, size: this rank and their number.
         tp: ranks that split every layer.
         mesh: device mesh of dimensions "dp" and "tp"; None for one process without torchrun.
+        cp: ranks that split every sequence.
+        cp_group: their group; None if ``cp`` is 1.
     """
 
     rank: int = 0
     size: int = 1
     tp: int = 1
     mesh: Any = None
+    cp: int = 1
+    cp_group: Any = None
 
     @property
     def dp(self) -> int:
-        """Returns the number of data-parallel ranks."""
+        """Returns the number of ranks that FSDP shards parameters over, those of "cp" included."""
         return self.size // self.tp
 
     @property
-    def dp_rank(self) -> int:
-        """Returns this rank's number among data-parallel ranks."""
-        return self.rank // self.tp
+    def batch_parts(self) -> int:
+        """Returns the number of parts that a batch's sequences are divided into."""
+        return self.dp // self.cp
+
+    @property
+    def batch_part(self) -> int:
+        """Returns the number of this rank's part of a batch's sequences."""
+        return self.rank // (self.tp * self.cp)
 
     @property
     def is_sharded(self) -> bool:
@@ -125,18 +136,28 @@ def start(args: argparse.Namespace) -> tuple[Ranks, torch.device]:
         distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
     shape = (size // args.tp, args.tp)
     mesh = distributed.init_device_mesh(device.type, shape, mesh_dim_names=("dp", "tp"))
-    return Ranks(distributed.get_rank(), size, args.tp, mesh), device
+    cp_group = None
+    if args.cp > 1:
+        shape = (size // (args.cp * args.tp), args.cp, args.tp)
+        names = ("batch", "cp", "tp")
+        whole = distributed.init_device_mesh(device.type, shape, mesh_dim_names=names)
+        cp_group = whole["cp"].get_group()
+    return Ranks(distributed.get_rank(), size, args.tp, mesh, args.cp, cp_group), device
 
 
 def _check(args: argparse.Namespace, size: int) -> None:
     """Raises ValueError for switches and sizes that ``size`` ranks cannot have."""
-    if size % args.tp:
-        todo = f"; start with torchrun --nproc_per_node {args.tp}" if size == 1 else ""
-        raise UserError(f"--tp must divide the number of ranks ({size}), got {args.tp}{todo}")
+    for name, wanted in (("--tp", args.tp), ("--tp x --cp", args.tp * args.cp)):
+        if size % wanted:
+            todo = f"; start with torchrun --nproc_per_node {wanted}" if size == 1 else ""
+            raise UserError(f"{name} must divide the number of ranks ({size}), got {wanted}{todo}")
     dp = size // args.tp
-    if args.batch % dp:
-        raise UserError(f"--batch must be a multiple of {dp} data-parallel ranks, got {args.batch}")
-    own = args.batch // dp
+    parts = dp // args.cp
+    if args.batch % parts:
+        raise UserError(
+            f"--batch must be a multiple of {parts} data-parallel ranks, got {args.batch}"
+        )
+    own = args.batch // parts
     args.microbatch = own if args.microbatch is None else args.microbatch
     if not 0 < args.microbatch <= own or own % args.microbatch:
         raise UserError(
@@ -145,7 +166,9 @@ def _check(args: argparse.Namespace, size: int) -> None:
     if args.fp8_all_gather and dp == 1:
         raise UserError("--fp8-all-gather needs data-parallel ranks, got 1")
     if dp > 1 and (args.main_grads or args.graphs):
-        raise UserError(f"--main-grads and --graphs need one data-parallel rank, got {dp}")
+        raise UserError(
+            f"--main-grads and --graphs need one data-parallel rank and --cp 1, got {dp} ranks"
+        )
     if args.tp > 1 and args.fp8_params:
         raise UserError(f"--fp8-params needs --tp 1, got {args.tp}")
 

@@ -58,7 +58,7 @@ class Training:
         # Before the model, whose rotary angles of a mistyped --context might not fit.
         order = Order(tokens.train, args.context, args.seed)
         self.batches = TrainingBatches(
-            order, args.batch, args.microbatch, ranks.dp, ranks.dp_rank, args.packed
+            order, args.batch, args.microbatch, ranks.batch_parts, ranks.batch_part, args.packed
         )
         self.held_out = []
         if args.eval_tokens:
@@ -118,11 +118,9 @@ class Training:
         caches = len(batches) > 1 and built.recipe is not None and not self.ranks.is_sharded
         total = torch.zeros((), device=self.device)
         for index, batch in enumerate(batches):
-            ids, wanted, cu_seqlens = batch.to(self.device)
+            own = batch.split(self.ranks.cp, self.ranks.cp_group).to(self.device)
             with built.region():
-                loss = built.model(
-                    ids, wanted, cu_seqlens, is_first_microbatch=index == 0 if caches else None
-                )
+                loss = built.model(*own, is_first_microbatch=index == 0 if caches else None)
             (loss * factor).backward()
             total += loss.detach()
         if args.main_grads:
@@ -141,11 +139,12 @@ class Training:
         apex_te.flush_fp8_state()  # on all ranks, so that they read the newest scales
         built.model.eval()
         sums = torch.zeros(2, device=self.device)
-        for first in range(0, len(self.held_out), ranks.dp):
+        for first in range(0, len(self.held_out), ranks.batch_parts):
             # Each data-parallel rank takes one; a rank that has none left repeats the last one,
             # as all must enter FSDP's collectives, and does not count it.
-            index = first + ranks.dp_rank
-            batch = self.held_out[min(index, len(self.held_out) - 1)].to(self.device)
+            index = first + ranks.batch_part
+            batch = self.held_out[min(index, len(self.held_out) - 1)]
+            batch = batch.split(ranks.cp, ranks.cp_group).to(self.device)
             with built.region():
                 loss = built.model(*batch)
             counts = float(index < len(self.held_out))
@@ -270,6 +269,7 @@ class Training:
         """Generates text and prints it."""
         assert self.tokenizer is not None
         ids = self.tokenizer.encode(self.args.prompt).ids or [0]
+        self.built.model.split_sequences(None)  # each rank has the whole prompt
         with self.built.region():
             new = generate(
                 self.built.model, ids, self.args.sample, temperature=0.8, seed=self.args.seed,

@@ -11,7 +11,7 @@ from importlib.metadata import Distribution, distributions
 from pathlib import Path
 from typing import Any
 
-from .finder import MARK, NAME, AliasLoader
+from .finder import EXTENSION, MARK, NAME, AliasLoader
 from .metadata import is_ours
 
 _DISTRIBUTIONS = (
@@ -21,7 +21,7 @@ _DISTRIBUTIONS = (
     "transformer-engine-cu13",
     "transformer-engine-jax",
 )
-_MODULES = (NAME, f"{NAME}_torch")
+_MODULES = (NAME, EXTENSION)
 
 
 class AliasError(RuntimeError):
@@ -69,7 +69,7 @@ def _version(distribution: Distribution) -> str:
 def _imported(name: str) -> str | None:
     """Returns a sentence about a real module that is imported already; None if there is none."""
     module = sys.modules.get(name)
-    if module is None or (name == NAME and hasattr(module, MARK)):
+    if module is None or hasattr(module, MARK):
         return None
     where = getattr(module, "__file__", None)
     return f"{name} is imported already{f' from {where}' if where else ''}; start a new process"
@@ -84,7 +84,7 @@ def _importable(name: str, folders: Sequence[str]) -> str | None:
     except (ImportError, ValueError):
         spec = None
     for found in (spec, *(PathFinder.find_spec(name, [folder]) for folder in folders)):
-        if found is None or (name == NAME and _is_alias(found)):
+        if found is None or _is_alias(found):
             continue
         if is_bare_folder(found):
             continue
@@ -102,7 +102,9 @@ def is_bare_folder(spec: ModuleSpec | None) -> bool:
 
 
 def _is_alias(spec: ModuleSpec) -> bool:
-    return isinstance(spec.loader, AliasLoader) or alias_made_for(spec.origin) is not None
+    if isinstance(spec.loader, AliasLoader):
+        return True
+    return spec.name == NAME and alias_made_for(spec.origin) is not None
 
 
 def alias_made_for(file: str | None) -> str | None:

@@ -18,6 +18,7 @@ from typing import Any
 from .metadata import AliasDistribution, claimed_version, named_in
 
 NAME = "transformer_engine"
+EXTENSION = f"{NAME}_torch"  # Transformer Engine's module of compiled functions
 SHIMS = __name__.rpartition(".te_alias")[0] + ".transformer_engine"
 # Attribute that tells the alias's package, the shim or a stub, from a real one.
 MARK = "__apex_te_alias__"
@@ -79,12 +80,18 @@ class PackageFinder:
 class SubmoduleFinder:
     """Finder of the modules below ``transformer_engine`` while that name stands for the shims.
 
+    It also finds ``EXTENSION``, as some frameworks import only after ``transformer_engine``.
+
     It belongs at the beginning of ``sys.meta_path``: the finder of files would take a submodule's
     file, which lies in the package's folder, for another module.
     """
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if not fullname.startswith(f"{NAME}.") or not hasattr(sys.modules.get(NAME), MARK):
+        if not hasattr(sys.modules.get(NAME), MARK):
+            return None
+        if fullname == EXTENSION:
+            return _spec(fullname, f"{SHIMS}._torch_extension")
+        if not fullname.startswith(f"{NAME}."):
             return None
         return _spec(fullname, SHIMS + fullname.removeprefix(NAME))
 

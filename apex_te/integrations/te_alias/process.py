@@ -10,7 +10,7 @@ from importlib.machinery import PathFinder
 
 from ..._version import __version__
 from .conflicts import AliasError, alias_made_for, find_real, is_bare_folder, real_distributions
-from .finder import NAME, SHIMS, PackageFinder, SubmoduleFinder, share
+from .finder import EXTENSION, NAME, SHIMS, PackageFinder, SubmoduleFinder, share
 
 VARIABLE = "APEX_TE_TRANSFORMER_ENGINE"
 _lock = threading.RLock()
@@ -96,7 +96,7 @@ def uninstall() -> None:
             if finder in sys.meta_path:
                 sys.meta_path.remove(finder)
         for name in list(sys.modules):
-            if name == NAME or name.startswith(f"{NAME}."):
+            if name in (NAME, EXTENSION) or name.startswith(f"{NAME}."):
                 real = getattr(sys.modules[name], "__name__", "")
                 if real == SHIMS or real.startswith(f"{SHIMS}."):
                     del sys.modules[name]

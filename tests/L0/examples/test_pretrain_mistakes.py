@@ -41,6 +41,13 @@ MISTAKES = {
     "ranks without torchrun": Mistake(
         ("--tp", "2"), ("--tp", "(1), got 2", "torchrun --nproc_per_node 2")
     ),
+    "split sequences without torchrun": Mistake(
+        ("--cp", "2"), ("--tp x --cp", "(1), got 2", "torchrun --nproc_per_node 2")
+    ),
+    "context that cannot be split": Mistake(("--cp", "3"), ("--context", "multiple of", "6, got")),
+    "split sequences of plain layers": Mistake(
+        ("--cp", "2", "--layers", "torch"), ("--cp of at least 2 needs --layers apex_te",)
+    ),
     "batch that does not divide": Mistake(
         ("--microbatch", "3"), ("--microbatch must divide the 4", "got 3")
     ),

@@ -96,6 +96,9 @@ copy = pickle.loads(pickle.dumps(recipe.DelayedScaling(margin=1)))
 assert type(copy) is recipe.DelayedScaling
 import inspect
 assert inspect.getsource(recipe.DelayedScaling).startswith("@named")
+import transformer_engine_torch
+assert transformer_engine_torch.thd_get_partitioned_indices
+assert shims.install() is True  # which is not taken for a real one
 for absent in ("transformer_engine.pytorch.cpp_extensions", "transformer_engine.nothing"):
     try:
         __import__(absent)
@@ -179,11 +182,14 @@ assert shims.install() is True
 assert shims.install() is True
 assert len(sys.meta_path) == len(before) + 2
 import transformer_engine.common.recipe as recipe
+import transformer_engine_torch
+assert shims.install() is True
 shims.uninstall()
 assert sys.meta_path == before
 assert not [name for name in sys.modules if name.startswith("transformer_engine")]
 import importlib.util, importlib.metadata
 assert importlib.util.find_spec("transformer_engine") is None
+assert importlib.util.find_spec("transformer_engine_torch") is None
 try:
     importlib.metadata.version("transformer-engine")
 except importlib.metadata.PackageNotFoundError:

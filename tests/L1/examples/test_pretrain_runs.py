@@ -165,6 +165,42 @@ def test_two_ranks_train_as_one(run, recipe, words):
     assert parameters[0] == parameters[1]
 
 
+@pytest.mark.parametrize(
+    ("words", "ranks"),
+    [
+        (["--microbatch", "1"], 4),
+        (["--packed", "--recompute", "1", "--tp", "2"], 4),
+        (["--packed", "--recipe", "delayed"], 2),
+        (["--recipe", "blockwise", "--tp", "2"], 4),
+    ],
+    ids=str,
+)
+def test_ranks_split_sequences(run, words, ranks):
+    """Losses, norms and the held-out loss are those of one rank, to rounding; so is the sample."""
+    events, expected = run(*words[: words.index("--tp")] if "--tp" in words else words)
+    found, losses = run(*words, "--cp", "2", out="ranks", ranks=ranks)
+    fp8 = "--recipe" in words
+    if fp8:
+        losses, expected = ([loss for _, loss, _ in steps] for steps in (losses, expected))
+    tolerance = FP8 if fp8 else FP32
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), **tolerance)
+    ends = [only(some, "end")[0]["held_out_loss"] for some in (found, events)]
+    assert ends[0] == pytest.approx(ends[1], rel=1e-3 if fp8 else 1e-5)
+    texts = [only(some, "sample")[0]["text"] for some in (found, events)]
+    assert fp8 or texts[0] == texts[1]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+@pytest.mark.parametrize("words", [[], ["--packed", "--recipe", "delayed"]], ids=str)
+def test_gpus_split_sequences(run, words):
+    """A part of a sequence rounds otherwise in bf16."""
+    _, expected = run(*words, device="cuda")
+    _, losses = run(*words, "--cp", "2", out="ranks", device="cuda", ranks=2)
+    losses, expected = ([loss for _, loss, _ in steps] for steps in (losses, expected))
+    assert losses == pytest.approx(expected, rel=1e-2)
+
+
 def test_two_ranks_start_weights_in_fp8_as_one(run):
     """Master weights of shards begin with the values that were drawn, not with the FP8 ones."""
     words = ["--recipe", "mxfp8", "--fp8-params", "--microbatch", "2"]

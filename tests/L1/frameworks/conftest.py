@@ -67,6 +67,16 @@ def two(sets):
 
 
 @pytest.fixture(scope="module")
+def four():
+    """4 ranks without GPUs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        ranks = Ranks(4)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="module")
 def gpu_sets():
     """Sets of ranks with a GPU each, by size."""
     found = {size: Ranks(size, "nccl") for size in (1, 2) if torch.cuda.device_count() >= size}

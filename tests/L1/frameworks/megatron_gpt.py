@@ -196,7 +196,10 @@ def train(
 
 
 def finish_gradients(model: GPTModel) -> None:
-    """Does what Megatron's ``finalize_model_grads`` does where all ranks have the same batch."""
+    """Does what Megatron's ``finalize_model_grads`` does where all ranks have the same batch.
+
+    Context-parallel ranks have parts of it, and the mean of their gradients.
+    """
     group = parallel_state.get_tensor_model_parallel_group()
     context = parallel_state.get_context_parallel_group()
     for name, parameter in model.named_parameters():
@@ -206,6 +209,9 @@ def finish_gradients(model: GPTModel) -> None:
             torch.distributed.all_reduce(parameter.grad.div_(context.size()), group=context)
         if not getattr(parameter, "allreduce", True):  # an expert's, with the tokens of all ranks
             parameter.grad /= parallel_state.get_expert_model_parallel_world_size()
+        if context.size() > 1:
+            parameter.grad /= context.size()
+            torch.distributed.all_reduce(parameter.grad, group=context)
         is_split = getattr(parameter, "sequence_parallel", False)
         if group.size() > 1 and (is_split or "q_layernorm" in name or "k_layernorm" in name):
             torch.distributed.all_reduce(parameter.grad, group=group)
@@ -334,10 +340,11 @@ def rank_calls(rank: int, function: Callable[..., Any], tp: int, ep: int, *args:
 
 
 class OnCPU(TorchFunctionMode):
-    """Has Megatron's distributed optimizer, which names CUDA, compute on the CPU."""
+    """Has functions of Megatron that name CUDA compute on the CPU."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
+        kwargs.pop("pin_memory", None)
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs["device"] = "cpu"
         if function is torch.Tensor.type and len(args) == 1:

@@ -131,22 +131,23 @@ def _split(
     if cu_seqlens is None:
         chunks = x.chunk(2 * ranks.size, dim)
         return torch.cat([chunks[number] for number in ranks.chunks], dim)
-    return x.index_select(dim, own_tokens(owner, ranks, cu_seqlens, tokens).to(x.device))
+    own = own_tokens(owner, cu_seqlens, tokens, ranks.size, ranks.rank)
+    return x.index_select(dim, own.to(x.device))
 
 
 def own_tokens(
-    owner: str, ranks: ContextRanks, cu_seqlens: torch.Tensor, tokens: int
+    owner: str, cu_seqlens: torch.Tensor, tokens: int, ranks: int, rank: int
 ) -> torch.Tensor:
-    """Returns which of all packed tokens this rank has, int32 [tokens / ranks].
+    """Returns which of all packed tokens a rank has, int32 [tokens / ranks].
 
     It is 0 for those that belong to no sequence.
     """
     if cu_seqlens.dtype is not torch.int32:
         raise TypeError(f"{owner}: cu_seqlens must be an int32 tensor, got {cu_seqlens.dtype}")
-    check_lengths(owner, "cu_seqlens", cu_seqlens, ranks.size, tokens)
-    order = PackedZigZag(ranks.size, cu_seqlens, tokens)
-    own = tokens // ranks.size
-    return order.places.rows[1].narrow(0, ranks.rank * own, own).clamp(min=0)
+    check_lengths(owner, "cu_seqlens", cu_seqlens, ranks, tokens)
+    order = PackedZigZag(ranks, cu_seqlens, tokens)
+    own = tokens // ranks
+    return order.places.rows[1].narrow(0, rank * own, own).clamp(min=0)
 
 
 def join_context_parallel(

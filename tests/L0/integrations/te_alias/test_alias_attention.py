@@ -12,6 +12,7 @@ from schemes import SCHEMES
 
 import apex_te
 from apex_te.fp8.delayed.serialize import NAMES
+from apex_te.integrations.transformer_engine import _torch_extension
 from apex_te.integrations.transformer_engine.pytorch import attention as te_attention
 from apex_te.integrations.transformer_engine.pytorch import module as te_module
 from apex_te.integrations.transformer_engine.pytorch.attention import inference, rope
@@ -416,6 +417,29 @@ def test_sequences_are_padded_to_a_multiple():
         context_parallel.get_batch_on_this_cp_rank(padded, *batch, None, "bshd")
     with pytest.raises(ValueError, match="divisibility_factor must be above 0"):
         context_parallel.pad_thd_sequences_for_cp(ids, ids, cu, 0)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_indices_of_a_rank_s_tokens(device, ranks):
+    """Chunks ``r`` and ``2n - 1 - r`` of each sequence, in the order of the sequences."""
+    sizes = [size * 2 * ranks for size in (3, 0, 1, 4)]
+    cu = torch.tensor([0, *sizes]).cumsum(0).to(device, torch.int32)
+    tokens = torch.arange(sum(sizes)).split(sizes)
+    for rank in range(ranks):
+        parts = [sequence.chunk(2 * ranks) for sequence in tokens if len(sequence)]
+        expected = torch.cat([c for p in parts for c in (p[rank], p[2 * ranks - 1 - rank])])
+        found = _torch_extension.thd_get_partitioned_indices(cu, sum(sizes), ranks, rank)
+        assert (found.dtype, found.device) == (torch.int32, cu.device)
+        assert found.tolist() == expected.tolist()
+    for name, values in {
+        "rank must be from 0": (cu, sum(sizes), ranks, ranks),
+        "total_tokens must be a multiple": (cu, sum(sizes) + 1, ranks, 0),
+        "cu_seqlens must have sequences of multiples": ((cu + 1).cpu() // 2, 8 * ranks, ranks, 0),
+    }.items():
+        with pytest.raises(ValueError, match=f"thd_get_partitioned_indices: {name}"):
+            _torch_extension.thd_get_partitioned_indices(*values)
+    with pytest.raises(TypeError, match="cu_seqlens must be an int32"):
+        _torch_extension.thd_get_partitioned_indices(cu.long(), sum(sizes), ranks, 0)
 
 
 def test_a_layer_s_clamped_activation():
