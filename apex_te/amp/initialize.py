@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..runtime.named_arguments import named_arguments
+from ..runtime.named_arguments import check_flags, check_ints, named_arguments
 from ._model import prepare_model, release_model
 from ._optimizer import prepare_optimizer, release_optimizer
 from .levels import Properties, choose, describe
@@ -82,10 +82,9 @@ def initialize(
     """
     all_models = _as_models(models)
     all_optimizers = [] if optimizers is None else as_optimizers("amp.initialize", optimizers)
-    _check_count("num_losses", num_losses, 1)
-    _check_count("verbosity", verbosity, 0)
-    if not isinstance(enabled, bool):
-        raise TypeError(f"amp.initialize: enabled must be a bool, got {type(enabled).__name__}")
+    check_ints("amp.initialize", num_losses=num_losses)
+    check_ints("amp.initialize", 0, verbosity=verbosity)
+    check_flags("amp.initialize", enabled=enabled)
     overrides = {
         "cast_model_type": cast_model_type,
         "patch_torch_functions": patch_torch_functions,
@@ -151,14 +150,6 @@ def _check_params(models: list[torch.nn.Module], opt_level: str, chosen: Propert
                     f"amp.initialize: parameters must be float32 with opt_level {opt_level}, got "
                     f"{param.dtype} for {name}"
                 )
-
-
-def _check_count(name: str, value: Any, minimum: int) -> None:
-    """Raises TypeError or ValueError unless ``value`` is an int of at least ``minimum``."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"amp.initialize: {name} must be an int, got {type(value).__name__}")
-    if value < minimum:
-        raise ValueError(f"amp.initialize: {name} must be at least {minimum}, got {value}")
 
 
 def _is_first_rank() -> bool:

@@ -7,7 +7,7 @@ from typing import Any, TypeGuard
 import torch
 
 from ..runtime import moved
-from ..runtime.named_arguments import did_you_mean, named_arguments
+from ..runtime.named_arguments import check_ints, did_you_mean, named_arguments
 
 __all__ = ["LossScaler"]
 
@@ -66,11 +66,7 @@ class LossScaler:
                 f'LossScaler: loss_scale must be "dynamic" or above 0, got {loss_scale!r}'
                 + did_you_mean(loss_scale, ("dynamic",))
             )
-        for name, count in (("scale_window", scale_window), ("hysteresis", hysteresis)):
-            if isinstance(count, bool) or not isinstance(count, int):
-                raise TypeError(f"LossScaler: {name} must be an int, got {type(count).__name__}")
-            if count < 1:
-                raise ValueError(f"LossScaler: {name} must be at least 1, got {count}")
+        check_ints("LossScaler", scale_window=scale_window, hysteresis=hysteresis)
         bounds: tuple[tuple[str, Any], ...] = (
             ("min_loss_scale", _LOWEST if min_loss_scale is None else min_loss_scale),
             ("max_loss_scale", max_loss_scale),

@@ -16,7 +16,7 @@ from torch import distributed
 from ..ops.moe_permute import make_map
 from ..permutation import moe_unpermute
 from ..recipe import BlockScaling
-from ..runtime.named_arguments import named_arguments
+from ..runtime.named_arguments import check_ints, named_arguments
 from .agreement import check_same
 from .collectives import all_gather_rows, world_size
 from .exchange_parts import (
@@ -115,13 +115,7 @@ class TokenDispatcher:
         numbers = {"num_experts": num_experts, "align": align}
         if max_experts_per_token is not None:
             numbers["max_experts_per_token"] = max_experts_per_token
-        for name, value in numbers.items():
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(
-                    f"TokenDispatcher: {name} must be an int, got {type(value).__name__}"
-                )
-            if value < 1:
-                raise ValueError(f"TokenDispatcher: {name} must be at least 1, got {value}")
+        check_ints("TokenDispatcher", **numbers)
         check_process_group("TokenDispatcher", "group", group)
         if exchange not in EXCHANGES:
             raise ValueError(

@@ -17,7 +17,7 @@ from ..comm.groups import check_process_group, is_process_group
 from ..fp8.autocast import local
 from ..fp8.delayed.ranks import registry
 from ..fp8.delayed.state import ScaleSnapshot
-from ..runtime.named_arguments import argument_names, nearest
+from ..runtime.named_arguments import argument_names, check_flags, nearest
 
 
 def checkpoint(
@@ -80,10 +80,7 @@ def checkpoint(
                 "whose earlier name it is"
             )
         get_rng_state_tracker = kwargs.pop("get_cuda_rng_tracker")
-    if not isinstance(use_reentrant, bool):
-        raise TypeError(
-            f"checkpoint: use_reentrant must be a bool, got {type(use_reentrant).__name__}"
-        )
+    check_flags("checkpoint", use_reentrant=use_reentrant)
     options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
     distributes = _distributes(
         function, distribute_saved_activations, tp_group, use_reentrant, (*args, *kwargs.values())
@@ -142,10 +139,7 @@ def _distributes(
     function: Any, wanted: bool, group: Any, use_reentrant: bool, args: tuple[Any, ...]
 ) -> bool:
     """Checks ``distribute_saved_activations``, and returns True to split the first tensor."""
-    if not isinstance(wanted, bool):
-        raise TypeError(
-            f"checkpoint: distribute_saved_activations must be a bool, got {type(wanted).__name__}"
-        )
+    check_flags("checkpoint", distribute_saved_activations=wanted)
     check_process_group("checkpoint", "tp_group", group)
     if not wanted:
         return False

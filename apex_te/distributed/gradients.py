@@ -11,7 +11,7 @@ from torch.amp.grad_scaler import OptState
 from ..comm.collectives import all_reduce, max_over_ranks
 from ..comm.groups import check_process_group
 from ..comm.shards import mesh_groups
-from ..runtime.named_arguments import named_arguments
+from ..runtime.named_arguments import check_model, named_arguments
 from .state_dict.split_model import groups_of_parts
 
 
@@ -44,7 +44,7 @@ def clip_grad_norm_(
             a ``tp_size`` above 1 lacks ``tp_group``.
     """
     owner = "clip_grad_norm_"
-    _check_model(owner, model)
+    check_model(owner, model)
     check_process_group(owner, "expert_group", expert_group)
     for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
         if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -102,7 +102,7 @@ def reduce_found_inf(
         ValueError: a module with a ``tp_size`` above 1 lacks a ``tp_group``.
     """
     owner = "reduce_found_inf"
-    _check_model(owner, model)
+    check_model(owner, model)
     check_process_group(owner, "expert_group", expert_group)
     if not scaler.is_enabled():
         return
@@ -117,11 +117,6 @@ def reduce_found_inf(
         for flag in flags.values():
             max_over_ranks(flag, group)
     optimizer.found_inf_is_reduced = True  # type: ignore[attr-defined]
-
-
-def _check_model(owner: str, model: Any) -> None:
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"{owner}: model must be a torch.nn.Module, got {type(model).__name__}")
 
 
 def _gradients(

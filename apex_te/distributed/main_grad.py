@@ -14,7 +14,7 @@ from torch import distributed
 from ..comm.agreement import HEADER, RankMismatchError, compared, header
 from ..comm.collectives import world_size
 from ..comm.groups import check_process_group
-from ..runtime.named_arguments import named_arguments
+from ..runtime.named_arguments import check_flags, named_arguments
 
 _SMALL = 4 << 20  # bytes; gradients below this travel together
 _BUCKET = 32 << 20  # bytes of those
@@ -80,8 +80,7 @@ def reduce_main_grads(
             rank raises one of the errors for a gradient.
     """
     check_process_group("reduce_main_grads", "group", group)
-    if not isinstance(average, bool):
-        raise TypeError(f"reduce_main_grads: average must be a bool, got {type(average).__name__}")
+    check_flags("reduce_main_grads", average=average)
     started = os.environ.get("WORLD_SIZE", "1")  # by torchrun
     if group is None and started not in ("", "1") and not distributed.is_initialized():
         raise RuntimeError(

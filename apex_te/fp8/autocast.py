@@ -17,6 +17,7 @@ import torch
 
 from ..comm.groups import is_process_group
 from ..recipe import Recipe, chosen_recipe
+from ..runtime.named_arguments import check_flags
 from ..runtime.tracing import refuse_state
 from .delayed.compiled import enter_traced_region, leave_traced_region
 from .delayed.ranks import intern, traced_key
@@ -272,7 +273,7 @@ class fp8_autocast:
         """Checks and stores the arguments of this class's constructor and of its subclasses'."""
         owner = type(self).__name__
         if not (type(enabled) is type(calibrating) is type(keep_columnwise_weights) is bool):
-            _refuse_flags(
+            check_flags(
                 owner, enabled=enabled, calibrating=calibrating,
                 keep_columnwise_weights=keep_columnwise_weights,
             )  # fmt: skip
@@ -350,13 +351,6 @@ class fp8_autocast:
                 return function(*args, **kwargs)
 
         return wrapper  # type: ignore[return-value]
-
-
-def _refuse_flags(owner: str, **flags: Any) -> None:
-    """Raises the TypeError for the first of the arguments that is not a bool."""
-    for name, value in flags.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"{owner}: {name} must be a bool, got {type(value).__name__}")
 
 
 def _leave_traced() -> None:

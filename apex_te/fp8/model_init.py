@@ -6,7 +6,7 @@ import threading
 from typing import Any, NamedTuple
 
 from ..recipe import Recipe, chosen_recipe
-from ..runtime.named_arguments import named_arguments
+from ..runtime.named_arguments import check_flags, named_arguments
 from .autocast import Entered, leave
 
 __all__ = ["fp8_model_init", "quantized_model_init", "settings"]
@@ -74,14 +74,8 @@ class fp8_model_init:
         recipe: Recipe | str | None = None,
         preserve_high_precision_init_val: bool = False,
     ) -> None:
-        flags = {
-            "enabled": enabled,
-            "preserve_high_precision_init_val": preserve_high_precision_init_val,
-        }
-        owner = type(self).__name__
-        for name, value in flags.items():
-            if not isinstance(value, bool):
-                raise TypeError(f"{owner}: {name} must be a bool, got {type(value).__name__}")
+        owner, keeps = type(self).__name__, preserve_high_precision_init_val
+        check_flags(owner, enabled=enabled, preserve_high_precision_init_val=keeps)
         recipe = chosen_recipe(owner, "recipe", recipe)
         self._settings = Settings(enabled, recipe, preserve_high_precision_init_val)
         self._entered: list[_Region] = []

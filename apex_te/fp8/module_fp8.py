@@ -12,7 +12,7 @@ import torch
 from .. import runtime
 from ..ops.binding import register
 from ..recipe import DelayedScaling, Recipe, chosen_recipe
-from ..runtime.named_arguments import named_arguments
+from ..runtime.named_arguments import check_model, named_arguments
 from ..runtime.stamp import stamp
 from ..runtime.tracing import untraced
 from .delayed.ranks import AmaxGroup, amax_groups, label_of, recipe_named, registry
@@ -336,10 +336,7 @@ def init_fp8_state(model: torch.nn.Module, recipe: Recipe | str | None = None) -
         ValueError: the name ``recipe`` is unknown.
         TypeError: ``model`` is not a module, or ``recipe`` is neither a recipe nor a name.
     """
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(
-            f"init_fp8_state: model must be a torch.nn.Module, got {type(model).__name__}"
-        )
+    check_model("init_fp8_state", model)
     recipe = chosen_recipe("init_fp8_state", "recipe", recipe)
     inits = [getattr(module, "_init_fp8_state", None) for module in model.modules()]
     if not any(inits):

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..runtime.named_arguments import check_ints, check_model
 from .autocast import Region, local
 from .module_fp8 import ModuleFP8
 from .scheme import QuantizerSets
@@ -47,17 +48,8 @@ class fp8_statistics:
     """
 
     def __init__(self, model: torch.nn.Module, every: int = 1, capacity: int = 1000) -> None:
-        if not isinstance(model, torch.nn.Module):
-            raise TypeError(
-                f"fp8_statistics: model must be a torch.nn.Module, got {type(model).__name__}"
-            )
-        for name, value in (("every", every), ("capacity", capacity)):
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(
-                    f"fp8_statistics: {name} must be an int, got {type(value).__name__}"
-                )
-            if value < 1:
-                raise ValueError(f"fp8_statistics: {name} must be at least 1, got {value}")
+        check_model("fp8_statistics", model)
+        check_ints("fp8_statistics", every=every, capacity=capacity)
         # By the instance: a wrapper of torch.compile has the attributes of what it wraps.
         self._modules = [
             (path, module)

@@ -14,7 +14,7 @@ from ..fp8.autocast import fp8_autocast, graph_task_id, local
 from ..fp8.delayed.ranks import intern
 from ..ops.binding import once_differentiable
 from ..recipe import Recipe, chosen_recipe
-from ..runtime.named_arguments import named_arguments
+from ..runtime.named_arguments import check_flags, check_ints, named_arguments
 from .capture import Capture, fp8_modules, no_collection, preserved, substituted
 
 __all__ = [
@@ -150,15 +150,8 @@ def capture_in_order(
 
 def check_options(warmup_iters: Any, allow_unused_input: Any, weight_caching: Any) -> None:
     """Raises TypeError or ValueError for a wrong option of ``make_graphed_callables``."""
-    if isinstance(warmup_iters, bool) or not isinstance(warmup_iters, int):
-        kind = type(warmup_iters).__name__
-        raise TypeError(f"{_NAME}: num_warmup_iters must be an int, got {kind}")
-    if warmup_iters < 1:
-        raise ValueError(f"{_NAME}: num_warmup_iters must be at least 1, got {warmup_iters}")
-    options = {"allow_unused_input": allow_unused_input, "fp8_weight_caching": weight_caching}
-    for name, value in options.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"{_NAME}: {name} must be a bool, got {type(value).__name__}")
+    check_ints(_NAME, num_warmup_iters=warmup_iters)
+    check_flags(_NAME, allow_unused_input=allow_unused_input, fp8_weight_caching=weight_caching)
 
 
 def _samples(modules: Any, args: Any, kwargs: Any) -> list[tuple[Any, tuple, dict[str, Any]]]:

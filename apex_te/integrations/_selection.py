@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ..runtime.named_arguments import did_you_mean
+from ..runtime.named_arguments import check_ints, did_you_mean
 
 Choice = Any  # a name, a pattern, a predicate, or several
 
@@ -44,16 +44,9 @@ class Selection:
         min_size: int,
         size_multiple: int,
     ) -> None:
-        for name, value, least in (
-            ("keep_first_blocks", keep_first_blocks, 0),
-            ("keep_last_blocks", keep_last_blocks, 0),
-            ("min_size", min_size, 0),
-            ("size_multiple", size_multiple, 1),
-        ):
-            if type(value) is not int:
-                raise TypeError(f"from_torch: {name} must be an int, got {type(value).__name__}")
-            if value < least:
-                raise ValueError(f"from_torch: {name} must be at least {least}, got {value}")
+        counts = {"keep_first_blocks": keep_first_blocks, "keep_last_blocks": keep_last_blocks}
+        check_ints("from_torch", 0, **counts, min_size=min_size)
+        check_ints("from_torch", size_multiple=size_multiple)
         names = [name for name, _ in model.named_modules()]
         self._include = None if include is None else _predicates("include", include, names)
         self._exclude = [] if exclude is None else _predicates("exclude", exclude, names)

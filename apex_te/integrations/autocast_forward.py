@@ -14,7 +14,7 @@ from torch import nn
 
 from ..fp8.autocast import fp8_autocast
 from ..recipe import Recipe, chosen_recipe
-from ..runtime.named_arguments import check_model, named_arguments
+from ..runtime.named_arguments import check_flags, check_model, named_arguments
 
 
 class WrappedForward:
@@ -129,10 +129,7 @@ def autocast_forward(
         ValueError: a recipe's name is unknown, or the model already has an ``autocast_forward``.
     """
     check_model("autocast_forward", model)
-    if not isinstance(during_eval, bool):
-        raise TypeError(
-            f"autocast_forward: during_eval must be a bool, got {type(during_eval).__name__}"
-        )
+    check_flags("autocast_forward", during_eval=during_eval)
     recipe = chosen_recipe("autocast_forward", "recipe", recipe)
     for forward in wrapped_forwards(model):
         if isinstance(forward, AutocastForward) and forward.active:

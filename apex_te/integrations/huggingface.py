@@ -12,7 +12,7 @@ from torch import nn
 
 from ..module._core.norm_parameters import NormedModule
 from ..recipe import Recipe, chosen_recipe
-from ..runtime.named_arguments import argument_names, did_you_mean
+from ..runtime.named_arguments import argument_names, check_flags, did_you_mean
 from .autocast_forward import AutocastForward, autocast_forward
 from .from_torch import from_torch
 from .fusion import key_map, refuse_optimized
@@ -54,9 +54,7 @@ class _FP8Training:
         convert: bool = True,
         **options: Any,
     ) -> None:
-        for name, value in (("during_eval", during_eval), ("convert", convert)):
-            if not isinstance(value, bool):
-                raise TypeError(f"FP8Callback: {name} must be a bool, got {type(value).__name__}")
+        check_flags("FP8Callback", during_eval=during_eval, convert=convert)
         known = argument_names(from_torch)[1:]
         for name in options:
             if name not in known:

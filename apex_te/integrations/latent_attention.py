@@ -17,7 +17,7 @@ from ..module._core.recompute import Recomputed
 from ..module.attention.latent_cache import attend_to_latents, is_absorbing_faster
 from ..module.attention.latent_heads import Turn, latent_heads
 from ..runtime.invariance import is_batch_invariant
-from ..runtime.named_arguments import check_model, named_arguments
+from ..runtime.named_arguments import check_flags, check_model, named_arguments
 from ..runtime.tracing import is_traced
 from ._derived import derived
 from ._probe import agree, probed, random, stand_in
@@ -57,11 +57,7 @@ def fuse_latent_attention(model: _Model, recompute_up_proj: bool = False) -> _Mo
         ValueError: no latent attention of the model can be converted.
     """
     check_model("fuse_latent_attention", model)
-    if not isinstance(recompute_up_proj, bool):
-        raise TypeError(
-            "fuse_latent_attention: recompute_up_proj must be a bool, got "
-            f"{type(recompute_up_proj).__name__}"
-        )
+    check_flags("fuse_latent_attention", recompute_up_proj=recompute_up_proj)
     found, others = 0, set()
     for module in model.modules():
         of: Any = module

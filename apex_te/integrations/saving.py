@@ -13,7 +13,7 @@ from torch import nn
 from ..fp8.delayed.serialize import NAMES, read_state, save_state
 from ..module._core.fp8_entries import SCALE
 from ..module._core.fp8_module import STATE_PREFIX, FP8Module
-from ..runtime.named_arguments import check_model, named_arguments
+from ..runtime.named_arguments import check_flags, check_model, named_arguments
 from . import _matching as matching
 from ._export_config import Export, quantization_config
 
@@ -166,10 +166,7 @@ class SavePretrained:
         fp8_state: bool = True,
         **kwargs: Any,
     ) -> Any:
-        if not isinstance(fp8_state, bool):
-            raise TypeError(
-                f"save_pretrained: fp8_state must be a bool, got {type(fp8_state).__name__}"
-            )
+        check_flags("save_pretrained", fp8_state=fp8_state)
         model = self.model
         own = vars(model)
         ignored = "_keys_to_ignore_on_save"

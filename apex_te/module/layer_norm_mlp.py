@@ -13,7 +13,7 @@ from ..fp8.tensor import QuantizedTensor
 from ..ops import dense_gemm_swiglu
 from ..ops.binding import OpFunction, once_differentiable, unwrapped
 from ..ops.dense_gemm import dense_gemm
-from ..runtime.named_arguments import named_arguments
+from ..runtime.named_arguments import check_flags, named_arguments
 from ._core import arguments as _arguments
 from ._core import gemm as _gemm
 from ._core.arguments import VAGUE, explain, initialize, materialize
@@ -130,10 +130,7 @@ class LayerNormMLP(NormedModule):
         activation_params: dict[str, float] | None = None,
     ) -> None:
         function = activation_of("LayerNormMLP", activation, activation_params)
-        for option, flag in (("set_parallel_mode", set_parallel_mode), ("checkpoint", checkpoint)):
-            if not isinstance(flag, bool):
-                kind = type(flag).__name__
-                raise TypeError(f"LayerNormMLP: {option} must be a bool, got {kind}")
+        check_flags("LayerNormMLP", set_parallel_mode=set_parallel_mode, checkpoint=checkpoint)
         wanted = self._take_options(locals(), "hidden_size", "ffn_hidden_size", gemms=2)
         self._function = None if isinstance(function, str) else function
         self._make_norm(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..recipe import Recipe
-from ..runtime.named_arguments import named_arguments
+from ..runtime.named_arguments import check_flags, named_arguments
 from ._core.vocabulary_losses import VocabularyLosses, head_losses
 
 __all__ = ["linear_log_probs"]
@@ -72,10 +72,7 @@ def linear_log_probs(
         raise TypeError(f"{_NAME}: temperature must be a float, got {type(temperature).__name__}")
     if not 0.0 < temperature < math.inf:
         raise ValueError(f"{_NAME}: temperature must be positive and finite, got {temperature}")
-    if not isinstance(return_entropy, bool):
-        raise TypeError(
-            f"{_NAME}: return_entropy must be a bool, got {type(return_entropy).__name__}"
-        )
+    check_flags(_NAME, return_entropy=return_entropy)
     found = head_losses(
         _LinearLogProbs, hidden, weight, targets, bias,
         ignore_index=ignore_index, fp8_recipe=fp8_recipe, chunk_rows=chunk_rows,

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..op_builder.jit import env
+from .named_arguments import check_flags
 from .tracing import is_compiling
 
 __all__ = ["batch_invariant", "current", "is_batch_invariant"]
@@ -50,10 +51,7 @@ class batch_invariant:
     """
 
     def __init__(self, enabled: bool = True) -> None:
-        if not isinstance(enabled, bool):
-            raise TypeError(
-                f"batch_invariant: enabled must be a bool, got {type(enabled).__name__}"
-            )
+        check_flags("batch_invariant", enabled=enabled)
         self.enabled = enabled
 
     def __enter__(self) -> None:

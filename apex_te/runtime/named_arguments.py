@@ -23,6 +23,22 @@ def check_count(owner: str, name: str, value: Any) -> None:
         raise ValueError(f"{owner}: {name} must be at least 1, got {value}")
 
 
+def check_ints(owner: str, least: int = 1, **values: Any) -> None:
+    """Checks that arguments of ``owner``, given by name, are ints of at least ``least``."""
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{owner}: {name} must be an int, got {type(value).__name__}")
+        if value < least:
+            raise ValueError(f"{owner}: {name} must be at least {least}, got {value}")
+
+
+def check_flags(owner: str, **values: Any) -> None:
+    """Checks that arguments of ``owner``, given by name, are bools."""
+    for name, value in values.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{owner}: {name} must be a bool, got {type(value).__name__}")
+
+
 _F = TypeVar("_F", bound=Callable[..., Any])
 _OWN_ERROR = re.compile(r"([A-Za-z_][\w.]*): ")
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from .named_arguments import check_flags
+
 __all__ = [
     "ACTIVATIONS", "BLOCK_SCALES", "GATE", "KINDS", "SWISH", "ClampedSwiglu", "activation_number",
     "block_scales", "gate_arguments", "gated_activation_number", "is_most_recent", "is_tanh",
@@ -50,8 +52,8 @@ def block_scales(owner: str, scales: str | None, pow2: bool | None) -> str:
     Neither names "pow2". Raises TypeError or ValueError, naming ``owner``, for other values and for
     two that contradict.
     """
-    if pow2 is not None and not isinstance(pow2, bool):
-        raise TypeError(f"{owner}: pow2 must be a bool, got {type(pow2).__name__}")
+    if pow2 is not None:
+        check_flags(owner, pow2=pow2)
     former = "fp32" if pow2 is False else "pow2"
     if scales is None:
         return former

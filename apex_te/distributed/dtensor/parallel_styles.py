@@ -30,7 +30,7 @@ from ...module.layer_norm_linear import LayerNormLinear
 from ...module.layer_norm_mlp import LayerNormMLP
 from ...module.linear import Linear
 from ...module.transformer_layer import TransformerLayer
-from ...runtime.named_arguments import named_arguments
+from ...runtime.named_arguments import check_flags, named_arguments
 from .local_parameters import Exchange, exchange_of, local_parameters
 
 Change = Callable[[], None]  # one of the steps that change a module, once all checks have passed
@@ -61,11 +61,7 @@ class _Style(ParallelStyle):
     @named_arguments()
     def __init__(self, *, sequence_parallel: bool = False) -> None:
         super().__init__()
-        if not isinstance(sequence_parallel, bool):
-            raise TypeError(
-                f"{type(self).__name__}: sequence_parallel must be a bool, "
-                f"got {type(sequence_parallel).__name__}"
-            )
+        check_flags(type(self).__name__, sequence_parallel=sequence_parallel)
         self.sequence_parallel = sequence_parallel
 
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:

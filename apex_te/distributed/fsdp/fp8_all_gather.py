@@ -20,7 +20,7 @@ from ...fp8.parameter.fsdp_gather import check_resharding, replace
 from ...fp8.parameter.parameter import FP8Parameter
 from ...fp8.tensor import QuantizedTensor
 from ...recipe import Recipe, chosen_recipe
-from ...runtime.named_arguments import named_arguments
+from ...runtime.named_arguments import check_model, named_arguments
 from .gather_set import GatheredParam, GatherGroup, GatherSet, GatherUnit, params_gathered_with
 from .sharded_weight import ShardedWeight, local_of
 
@@ -55,10 +55,7 @@ def enable_fp8_all_gather(model: torch.nn.Module, recipe: Recipe | str | None = 
             ``fully_shard(reshard_after_forward=<int>)`` would shard FP8 data.
     """
     recipe = chosen_recipe("enable_fp8_all_gather", "recipe", recipe)
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(
-            f"enable_fp8_all_gather: model must be a torch.nn.Module, got {type(model).__name__}"
-        )
+    check_model("enable_fp8_all_gather", model)
     gather_set = GatherSet(recipe)
     if not gather_set.layout.exact:
         raise NotImplementedError(

@@ -12,7 +12,7 @@ from torch import nn
 
 from ...fp8.delayed.update import preserved_fp8_state
 from ...recipe import Recipe, chosen_recipe
-from ...runtime.named_arguments import check_model, named_arguments
+from ...runtime.named_arguments import check_ints, check_model, named_arguments
 from .._selection import Selection
 from ..experts import StackedExperts
 from ..from_torch import feature_sizes, is_replaceable, reason_to_keep
@@ -122,10 +122,7 @@ def _check(model: Any, sample: Any, repeats: Any, **limits: Any) -> None:
             "advise: sample must be a tensor, tuple, list, dict or function of the model,"
             f" got {type(sample).__name__}"
         )
-    if type(repeats) is not int:
-        raise TypeError(f"advise: repeats must be an int, got {type(repeats).__name__}")
-    if repeats < 1:
-        raise ValueError(f"advise: repeats must be at least 1, got {repeats}")
+    check_ints("advise", repeats=repeats)
     for name, value in limits.items():
         name = "min_grad_sqnr" if name == "min_grad" else name
         if isinstance(value, bool) or not isinstance(value, (int, float)):

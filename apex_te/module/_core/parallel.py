@@ -15,7 +15,7 @@ from ...comm.agreement import check_same
 from ...comm.collectives import world_size
 from ...comm.shards import note_group
 from ...fp8.autocast import is_process_group, local
-from ...runtime.named_arguments import check_count, did_you_mean, renamed
+from ...runtime.named_arguments import check_count, check_flags, check_ints, did_you_mean, renamed
 from .arguments import params_dtype_of, shown_name
 from .fp8_module import FP8Module
 from .gemm import GemmOptions
@@ -113,10 +113,7 @@ def checked_mode(owner: str, parallel_mode: Any) -> str | None:
 
 def checked_tp_size(owner: str, tp_group: Any, tp_size: Any) -> int:
     """Returns the number of tensor-parallel ranks: that of ``tp_group``, or ``tp_size``."""
-    if isinstance(tp_size, bool) or not isinstance(tp_size, int):
-        raise TypeError(f"{owner}: tp_size must be an int, got {type(tp_size).__name__}")
-    if tp_size < 1:
-        raise ValueError(f"{owner}: tp_size must be at least 1, got {tp_size}")
+    check_ints(owner, tp_size=tp_size)
     if tp_group is None:
         return tp_size
     if not is_process_group(tp_group):
@@ -246,10 +243,7 @@ class ParallelModule(FP8Module):
     ) -> None:
         """Checks and sets the attributes; the arguments are those of ``Linear``."""
         owner = type(self).__name__
-        if not isinstance(sequence_parallel, bool):
-            raise TypeError(
-                f"{owner}: sequence_parallel must be a bool, got {type(sequence_parallel).__name__}"
-            )
+        check_flags(owner, sequence_parallel=sequence_parallel)
         if get_rng_state_tracker is not None and not callable(get_rng_state_tracker):
             raise TypeError(
                 f"{owner}: get_rng_state_tracker must be a callable, "
