@@ -279,7 +279,9 @@ def test_parameter_of_layers():
 def test_explains_and_refuses():
     x = torch.randn(8, 2, 2, 4)
     module = DotProductAttention(2, 4, attention_dropout=0.1, softmax_type="learnable")
-    assert module.explain(x, x, x).endswith("CPUs; the softmax sink is one more column of scores")
+    assert module.explain(x, x, x).endswith(
+        "dropout; the softmax sink is one more column of scores"
+    )
     assert module.eval().explain(x, x, x).endswith("; the softmax sink rescales its output")
     with pytest.raises(ValueError, match=r"softmax_type must be .* got 'learned'; did you mean"):
         DotProductAttention(2, 4, softmax_type="learned")
