@@ -41,7 +41,7 @@ def set_context_parallel_group(
 
     Raises:
         TypeError: ``model`` is not one of transformers with selectable attention, or ``cp_group``
-            is no group.
+            is not a process group.
         ValueError: ``cp_comm_type`` is unknown, or the model attends within chunks.
     """
     layers = [layer for layer in model.modules() if isinstance(vars(layer).get("is_causal"), bool)]

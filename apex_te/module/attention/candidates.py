@@ -197,7 +197,7 @@ def _no_flash_at_all(p: Problem) -> str | None:
 
 def _no_flash(p: Problem) -> str | None:
     if p.form not in ("full", "causal"):
-        return "scaled_dot_product_attention has no windows"
+        return "scaled_dot_product_attention does not support windows"
     # Of other sizes only scaled_dot_product_attention itself takes some: it pads them.
     if p.is_wide or p.size > 256 or (p.has_sink and p.size % 8):
         return _SIZES

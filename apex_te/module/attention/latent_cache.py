@@ -30,7 +30,7 @@ def extended_latents(
     if no sequence had earlier tokens.
     """
     joined = torch.cat((latent.unsqueeze(-2), pe), -1)
-    # One tensor for keys and values, of which the latter are the first part.
+    # One tensor holds the keys; its first columns are the values.
     cached = extended(owner, params, layer, joined, joined[..., :0], form, training)
     if cached.step is None:
         return cached, params.sequence_len_offset == 0

@@ -292,7 +292,7 @@ class MultiheadAttention(CompositeModule):
                 ``DotProductAttention.set_context_parallel_group``.
 
         Raises:
-            TypeError: ``cp_group`` is no group.
+            TypeError: ``cp_group`` is not a process group.
             ValueError: ``cp_comm_type`` is unknown, or does not fit the number of groups.
 
         Source: TransformerEngine's method of this name.

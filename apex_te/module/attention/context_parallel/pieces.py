@@ -44,7 +44,7 @@ def pieces_of(
 
     Args:
         queries, keys: numbers of this rank's tokens; equal if a mask is causal or has a window.
-        window: (left, right), -1 = no limit, instead of ``causal``; None has no limits.
+        window: (left, right), instead of ``causal``; -1 or None = unlimited.
     """
     if window is not None:
         return _windowed(rank, ranks, queries // 2, window)

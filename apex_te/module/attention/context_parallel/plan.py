@@ -243,8 +243,8 @@ def _all_gather(
         other = size is not None or kind.arbitrary
         if not is_self if kind.causal else other:
             raise NotImplementedError(
-                f"{owner}: attn_mask_type must be causal in self attention, or have no window and "
-                f"not be causal, with qkv_format 'thd' {instead}, got {kind.name!r}"
+                f"{owner}: attn_mask_type must be causal in self attention, or non-causal "
+                f"without a window, with qkv_format 'thd' {instead}, got {kind.name!r}"
             )
         where = packing(owner, *request.cu, *request.longest)
         tokens = (q.shape[0], k.shape[0])

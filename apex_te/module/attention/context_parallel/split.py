@@ -102,7 +102,7 @@ def split_for_context_parallel(
         Tensor with ``1 / n`` of the tokens, or a new dict.
 
     Raises:
-        TypeError: ``cp_group`` is no process group, or ``cu_seqlens`` is not int32.
+        TypeError: ``cp_group`` is not a process group, or ``cu_seqlens`` is not int32.
         ValueError: a sequence cannot be cut into 2n equal chunks.
 
     Source: TransformerEngine's and Megatron-LM's order of tokens under context parallelism.
@@ -163,7 +163,7 @@ def join_context_parallel(
             0.
 
     Raises:
-        TypeError: ``cp_group`` is no process group, or ``cu_seqlens`` is not int32.
+        TypeError: ``cp_group`` is not a process group, or ``cu_seqlens`` is not int32.
         ValueError: a sequence cannot be cut into 2n equal chunks.
 
     Source: as of ``split_for_context_parallel``.
