@@ -68,6 +68,13 @@ def _gated(cols: str, up: bool) -> str:
     return cols if up else f"{cols}/2"
 
 
+def _gated_scales(cols: str, up: bool, rows: str, block_rows: int) -> str:
+    """Returns ``_block_scales`` of the columnwise copy of an activation's result."""
+    if block_rows == 1:
+        return f"{rows}/128 {_gated(cols, up)}%4"
+    return f"{cols}/{128 if up else 256} {rows}/128%4"
+
+
 def _pair(cols: str, up: bool, apart: bool = False) -> str:
     """Returns 2F, of gate and up side by side; F if the half of up is a tensor of its own."""
     if apart:
@@ -90,6 +97,7 @@ LAYOUTS: dict[str, Callable[..., str]] = {
     "block_scales": _block_scales,
     "block_lines": _block_lines,
     "gated": _gated,
+    "gated_scales": _gated_scales,
     "pair": _pair,
 }
 SIZES: dict[str, Callable[..., int]] = {

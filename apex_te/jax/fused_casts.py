@@ -48,7 +48,8 @@ class FusedCast:
     def blocks(self, dtype: Any, **options: Any) -> BlockQuantized:
         """Returns the op's result in 1x128 blocks, if ``can_fuse_blocks`` is True.
 
-        The options are ``rowwise``, ``columnwise``, ``scales``, ``eps`` and ``padded``.
+        The options are ``rowwise``, ``columnwise``, ``scales``, ``eps``, ``padded``, and of inputs
+        ``columnwise_block_rows``.
         """
         raise NotImplementedError
 

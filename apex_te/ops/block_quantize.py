@@ -27,14 +27,15 @@ ROW_MULTIPLE = 4
 class BlockQuantized(NamedTuple):
     """FP8 data and scale_inv of a matrix [rows, cols]; None for a copy that was not requested.
 
-    Below, ``block_rows`` is the argument of ``block_quantize``: 1 or 128 rows in a scaling block.
+    Below, ``block_rows`` and ``columnwise_block_rows`` are the arguments of ``block_quantize``: 1
+    or 128 rows in a scaling block.
 
     Attributes:
         rowwise: FP8 [rows, cols].
         rowwise_scale_inv: float32 of shape ``scale_shape(rows, cols, block_rows)``.
         columnwise: FP8 [cols, rows], the transpose; [cols, rows rounded up to 16] with
             ``pad_columnwise``.
-        columnwise_scale_inv: float32 of shape ``scale_shape(cols, rows, block_rows)``.
+        columnwise_scale_inv: float32 of shape ``scale_shape(cols, rows, columnwise_block_rows)``.
     """
 
     rowwise: torch.Tensor | None
@@ -73,6 +74,7 @@ def block_quantize(
     fp8_dtype: torch.dtype,
     *,
     block_rows: int = 1,
+    columnwise_block_rows: int | None = None,
     rowwise: bool = True,
     columnwise: bool = True,
     pad_columnwise: bool = False,
@@ -101,6 +103,9 @@ def block_quantize(
         x: [rows, cols] float32, float16 or bfloat16; made contiguous if it is not.
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         block_rows: 1 (blocks of 1x128) or 128 (128x128).
+        columnwise_block_rows: the same of the columnwise copy. None is ``block_rows``; 128 with
+            ``block_rows=1`` gives the operand ``b`` of a weight gradient by
+            ``block_scaled_gemm``'s faster form.
         rowwise: make the rowwise copy, [rows, cols], and its scale_inv.
         columnwise: make the columnwise copy, the transpose [cols, rows], and its scale_inv.
         pad_columnwise: pad the columnwise copy to [cols, rows rounded up to 16]; the added columns
@@ -121,12 +126,13 @@ def block_quantize(
 
     Raises:
         TypeError: an argument has a dtype that is not listed.
-        ValueError: a shape or device does not match, ``block_rows`` or ``eps`` is out of range,
-            ``scales`` is unknown, or ``pow2`` contradicts it.
+        ValueError: a shape or device does not match, ``block_rows``, ``columnwise_block_rows`` or
+            ``eps`` is out of range, ``scales`` is unknown, or ``pow2`` contradicts it.
     """
     check_fp8_dtype("block_quantize", fp8_dtype)
     number = scales_number("block_quantize", scales, pow2)
     given = out
+    column_block_rows = block_rows if columnwise_block_rows is None else columnwise_block_rows
     if x.dim() != 2:
         raise ValueError(f"block_quantize: x must have 2 dimensions, got shape {list(x.shape)}")
     if out is not None:
@@ -134,9 +140,10 @@ def block_quantize(
     else:
         check_any_output("block_quantize", rowwise, columnwise, amax)
         out = allocate(
-            x, x.shape[0], x.shape[1], fp8_dtype, block_rows, rowwise, columnwise, pad_columnwise
-        )
-    _quantize(x.contiguous(), *out, amax, block_rows, eps, number)
+            x, x.shape[0], x.shape[1], fp8_dtype, (block_rows, column_block_rows), rowwise,
+            columnwise, pad_columnwise,
+        )  # fmt: skip
+    _quantize(x.contiguous(), *out, amax, block_rows, column_block_rows, eps, number)
     if given is not None or amax is not None:
         note_written(amax, *(given or ()))
     return out.of_rows(x.shape[0])
@@ -147,25 +154,25 @@ def allocate(
     rows: int,
     cols: int,
     fp8_dtype: torch.dtype,
-    block_rows: int,
+    block_rows: tuple[int, int],
     rowwise: bool,
     columnwise: bool,
     pad_columnwise: bool,
 ) -> BlockQuantized:
     """Returns uninitialised outputs of ``block_quantize`` for a matrix [rows, cols] on x's device.
 
-    If ``block_rows`` is 1, the rowwise copy has rows rounded up to a multiple of ``ROW_MULTIPLE``,
-    as ``block_scaled_gemm`` reads them.
+    ``block_rows`` is that of either copy. If the first is 1, the rowwise copy has rows rounded up
+    to a multiple of ``ROW_MULTIPLE``, as ``block_scaled_gemm`` reads them.
     """
     row_data = row_scales = column_data = column_scales = None
     if rowwise:
-        stored = -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE if block_rows == 1 else rows
+        stored = -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE if block_rows[0] == 1 else rows
         row_data = x.new_empty((stored, cols), dtype=fp8_dtype)
-        row_scales = x.new_empty(scale_shape(rows, cols, block_rows), dtype=torch.float32)
+        row_scales = x.new_empty(scale_shape(rows, cols, block_rows[0]), dtype=torch.float32)
     if columnwise:
         length = columnwise_length(rows, pad_columnwise)
         column_data = x.new_empty((cols, length), dtype=fp8_dtype)
-        column_scales = x.new_empty(scale_shape(cols, rows, block_rows), dtype=torch.float32)
+        column_scales = x.new_empty(scale_shape(cols, rows, block_rows[1]), dtype=torch.float32)
     return BlockQuantized(row_data, row_scales, column_data, column_scales)
 
 
@@ -208,6 +215,7 @@ def reference(
     fp8_dtype: torch.dtype,
     *,
     block_rows: int = 1,
+    columnwise_block_rows: int | None = None,
     scales: str | None = None,
     pow2: bool | None = None,
     eps: float = 0.0,
@@ -216,8 +224,12 @@ def reference(
 
     It makes both copies, and rounds to FP8 by integer arithmetic on the bits.
     """
-    options = fp8_dtype, block_rows, block_scales("block_quantize", scales, pow2), eps
-    return BlockQuantized(*_reference_rowwise(x, *options), *_reference_rowwise(x.t(), *options))
+    options = block_scales("block_quantize", scales, pow2), eps
+    column_block_rows = block_rows if columnwise_block_rows is None else columnwise_block_rows
+    return BlockQuantized(
+        *_reference_rowwise(x, fp8_dtype, block_rows, *options),
+        *_reference_rowwise(x.t(), fp8_dtype, column_block_rows, *options),
+    )
 
 
 def _reference_rowwise(

@@ -177,6 +177,7 @@ def block_quantize_source(
     groups: Groups,
     fp8_dtype: torch.dtype,
     *,
+    columnwise_block_rows: int = 1,
     rowwise: bool = True,
     columnwise: bool = True,
     scales: str | None = None,
@@ -194,6 +195,7 @@ def block_quantize_source(
             that no block has gradients of gates and ups.
         groups: as in ``quantize_source``.
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
+        columnwise_block_rows: as in ``block_quantize_groups``.
         rowwise: make the rowwise copy, [rows, cols], and its scales as ``block_quantize_groups``.
         columnwise: make the columnwise copy, [cols, groups.columns], likewise.
         scales, pow2, eps: as in ``block_quantize``.
@@ -206,6 +208,7 @@ def block_quantize_source(
     """
     name = "grouped_cast.block_quantize_source"
     number = scales_number(name, scales, pow2)
+    grouped_quantize.check_block_rows(name, columnwise_block_rows)
     args, shape = _arguments(name, source, groups, factor_grad, bias_grad)
     if args.grad is not None and args.grad.shape[1] % _BLOCK:
         raise ValueError(
@@ -215,8 +218,8 @@ def block_quantize_source(
         name, args.x, shape, groups, fp8_dtype, rowwise, columnwise
     )
     _block_cast(
-        *args, groups.table, out.rowwise, out.row_scale_inv, out.columnwise, out.scale_inv, eps,
-        number,
+        *args, groups.table, out.rowwise, out.row_scale_inv, out.columnwise, out.scale_inv,
+        columnwise_block_rows, eps, number,
     )  # fmt: skip
     _add_up(args, groups, factor_grad, bias_grad)
     return out

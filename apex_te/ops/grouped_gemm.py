@@ -413,6 +413,8 @@ def block_contract_groups(
     wide: bool = False,
     out: torch.Tensor | None = None,
     accumulate: bool = False,
+    *,
+    b_block_rows: int = 1,
 ) -> torch.Tensor:
     """Computes ``contract_groups`` of columnwise FP8 data with block scales.
 
@@ -425,13 +427,18 @@ def block_contract_groups(
         groups: places of the groups.
         wide: return the sums in float32, not rounded to bfloat16.
         out, accumulate: as in ``scaled_contract_groups``.
+        b_block_rows: 128 if ``b`` was cast with ``columnwise_block_rows=128``, which is faster.
 
     Returns:
         ``out``, or [groups, M, N] in bfloat16 or float32, zeros for a group without rows.
 
     Raises:
-        ValueError: as in ``scaled_contract_groups``.
+        ValueError: as in ``scaled_contract_groups``, or ``b_block_rows`` is neither 1 nor 128.
     """
+    if b_block_rows not in (1, _BLOCK):
+        raise ValueError(
+            f"block_contract_groups: b_block_rows must be 1 or 128, got {b_block_rows}"
+        )
     check_dense(
         "block_contract_groups", a=a, b=b, a_scale_inv=a_scale_inv, b_scale_inv=b_scale_inv,
         groups=groups.table,
@@ -440,15 +447,17 @@ def block_contract_groups(
     _check_out("block_contract_groups", out, accumulate, shape)
     product_count.add()
     made, adds = _result(a, shape, wide, out, accumulate)
-    _block_contract(a, a_scale_inv, b, b_scale_inv, groups.column_ends, made, adds)
+    operands = a, a_scale_inv, b, b_scale_inv
+    _block_contract(*operands, groups.column_ends, made, adds, b_block_rows)
     return _stored(made, out, accumulate)
 
 
-def _contract_blocks(a, a_scale_inv, b, b_scale_inv, ends, out, accumulate):
+def _contract_blocks(a, a_scale_inv, b, b_scale_inv, ends, out, accumulate, b_block_rows):
     """Multiplies by the kernel, or decoded data where there is none."""
     if multiplies_codes(a, b):
         name = "grouped_block_contract"
-        _run_aligned(name, a, a_scale_inv, b, b_scale_inv, ends, out, accumulate)
+        rest = accumulate, b_block_rows
+        _run_aligned(name, a, a_scale_inv, b, b_scale_inv, ends, out, *rest)
         return
     x, y = (
         block_values_of_columns(data, scales, ends)

@@ -299,6 +299,7 @@ def block_quantize_groups(
     groups: Groups,
     fp8_dtype: torch.dtype,
     *,
+    columnwise_block_rows: int = 1,
     rowwise: bool = True,
     columnwise: bool = True,
     scales: str | None = None,
@@ -313,6 +314,8 @@ def block_quantize_groups(
         x: [rows, cols] float32, float16 or bfloat16; made contiguous if it is not.
         groups: places of the groups in the rows of x.
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
+        columnwise_block_rows: 128 casts the columnwise copy in blocks of 128x128, whose one scale
+            stands at each of their 128 columns; 1 in blocks of 1x128.
         rowwise: make the rowwise copy, [rows, cols], whose row_scale_inv has the shape
             ``scale_shape(rows, cols, 1)``; rows after the last group have undefined values.
         columnwise: make the columnwise copy, [cols, groups.columns], placed as in
@@ -328,24 +331,38 @@ def block_quantize_groups(
     name = "grouped_quantize.block_quantize_groups"
     number = scales_number(name, scales, pow2)
     x = fp8_output.contiguous_matrix(name, x)
+    check_block_rows(name, columnwise_block_rows)
     out = allocate_blocks(name, x, x.shape, groups, fp8_dtype, rowwise, columnwise)
     block_quantize_into(
-        x, groups.table, out.rowwise, out.row_scale_inv, out.columnwise, out.scale_inv, eps, number
-    )
+        x, groups.table, out.rowwise, out.row_scale_inv, out.columnwise, out.scale_inv,
+        columnwise_block_rows, eps, number,
+    )  # fmt: skip
     return out
 
 
-def _quantize_blocks(x, table, row, row_scales, col, col_scales, eps, number):
+def check_block_rows(op: str, columnwise_block_rows: int) -> None:
+    """Raises ValueError unless ``columnwise_block_rows`` is 1 or 128."""
+    if columnwise_block_rows not in (1, _BLOCK):
+        raise ValueError(
+            f"{op}: columnwise_block_rows must be 1 or 128, got {columnwise_block_rows}"
+        )
+
+
+def _quantize_blocks(x, table, row, row_scales, col, col_scales, block_rows, eps, number):
     """Casts all groups in one launch; on the CPU, where the table can be read, one by one."""
     if x.is_cuda:
-        _lib.grouped_block_quantize(x, table, row, row_scales, col, col_scales, eps, number)
+        rest = block_rows, eps, number
+        _lib.grouped_block_quantize(x, table, row, row_scales, col, col_scales, *rest)
         return
     count = (table.numel() - 1) // 3
     ends, column_ends = table[: 2 * count].view(2, count).tolist()
     begin = column = 0
     for g, (end, column_end) in enumerate(zip(ends, column_ends, strict=True)):
         dtype = (col if row is None else row).dtype
-        own: Any = block_quantize(x[begin:end], dtype, scales=BLOCK_SCALES[number], eps=eps)
+        own: Any = block_quantize(
+            x[begin:end], dtype, columnwise_block_rows=block_rows, scales=BLOCK_SCALES[number],
+            eps=eps,
+        )  # fmt: skip
         if row is not None:
             row[begin:end] = own.rowwise
             row_scales[:, begin:end] = own.rowwise_scale_inv[:, : end - begin]
@@ -353,6 +370,10 @@ def _quantize_blocks(x, table, row, row_scales, col, col_scales, eps, number):
             col[:, column:column_end] = 0
             col[:, column : column + end - begin] = own.columnwise
             line, scales = column // _BLOCK + g, own.columnwise_scale_inv
+            if block_rows == _BLOCK:
+                tiles = scales[:, : -(-(end - begin) // _BLOCK)].t()
+                scales = torch.ones_like(col_scales[: len(tiles)])
+                scales[:, : x.shape[1]] = tiles.repeat_interleave(_BLOCK, 1)[:, : x.shape[1]]
             col_scales[line] = 1
             col_scales[line : line + len(scales)] = scales
         begin, column = end, column_end

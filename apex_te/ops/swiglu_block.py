@@ -29,6 +29,7 @@ def swiglu_fwd_block(
     bias: torch.Tensor | None = None,
     up_bias: torch.Tensor | None = None,
     activation: str | ClampedSwiglu = "silu",
+    columnwise_block_rows: int = 1,
     rowwise: bool = True,
     columnwise: bool = True,
     pad_columnwise: bool = False,
@@ -46,7 +47,7 @@ def swiglu_fwd_block(
         input, up, bias, up_bias, activation: as in ``swiglu.swiglu``. M is the product of
             all dimensions of ``input`` but the last.
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
-        rowwise, columnwise, pad_columnwise, scales, pow2, eps, amax: as in
+        columnwise_block_rows, rowwise, columnwise, pad_columnwise, scales, pow2, eps, amax: as in
             ``block_quantize``.
 
     Returns:
@@ -67,11 +68,13 @@ def swiglu_fwd_block(
         return _by_two_ops(
             "swiglu_fwd_block",
             lambda: swiglu.swiglu_fwd(matrix, up_matrix, bias, up_bias, activation=activation),
-            fp8_dtype, rowwise=rowwise, columnwise=columnwise, pad_columnwise=pad_columnwise,
-            scales=scales, pow2=pow2, eps=eps, amax=amax,
+            fp8_dtype, columnwise_block_rows=columnwise_block_rows, rowwise=rowwise,
+            columnwise=columnwise, pad_columnwise=pad_columnwise, scales=scales, pow2=pow2,
+            eps=eps, amax=amax,
         )  # fmt: skip
-    out = allocate(matrix, rows, cols, fp8_dtype, 1, rowwise, columnwise, pad_columnwise)
-    _fwd(matrix, up_matrix, *biases, *out, amax, eps, number, *gate)
+    blocks = 1, columnwise_block_rows
+    out = allocate(matrix, rows, cols, fp8_dtype, blocks, rowwise, columnwise, pad_columnwise)
+    _fwd(matrix, up_matrix, *biases, *out, amax, columnwise_block_rows, eps, number, *gate)
     note_written(amax)
     return out.of_rows(rows)
 
@@ -133,7 +136,7 @@ def swiglu_bwd_block(
             "swiglu_bwd_block", joined, fp8_dtype, rowwise=rowwise, columnwise=columnwise,
             pad_columnwise=pad_columnwise, scales=scales, pow2=pow2, eps=eps, amax=amax,
         )  # fmt: skip
-    out = allocate(matrix, rows, 2 * cols, fp8_dtype, 1, rowwise, columnwise, pad_columnwise)
+    out = allocate(matrix, rows, 2 * cols, fp8_dtype, (1, 1), rowwise, columnwise, pad_columnwise)
     _bwd(grad_matrix, matrix, up_matrix, *biases, *out, amax, eps, number, *gate)
     note_written(amax)
     return out.of_rows(rows)

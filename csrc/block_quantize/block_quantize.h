@@ -4,7 +4,8 @@
 // infinite where the amax is, is what is stored; or, as inference engines do it, scale_inv = amax /
 // fp8_max and q = satcast_rne(float(x) / scale_inv) (common/numerics/block_rule.h). The columnwise
 // copy is the quantization of x transposed: with 1 x 128 blocks it has its own scales, over 128
-// rows of x; with 128 x 128 blocks it is the rowwise copy transposed. Scales lie as
+// rows of x, or over blocks of 128 x 128; where the rowwise copy has these, it is that one
+// transposed. Scales lie as
 // common/numerics/block_scale.h has it; a block beyond the matrix counts as one of zeros: its
 // scale_inv is 1. Copies may be padded (common/numerics/block_cast.h).
 #pragma once
@@ -15,8 +16,9 @@ APEX_TE_FUNCTION(block_quantize,
                  "x: T[r c], rowwise: F[block_lines(r block_rows) c]!?, "
                  "rowwise_scale_inv: f32[block_scales(r c block_rows)]!?rowwise, "
                  "columnwise: F[c r~16]!?, "
-                 "columnwise_scale_inv: f32[block_scales(c r block_rows)]!?columnwise, "
-                 "amax: f32[^ 1]!!?, block_rows: int, eps: float, scales: int")
+                 "columnwise_scale_inv: f32[block_scales(c r columnwise_block_rows)]!?columnwise, "
+                 "amax: f32[^ 1]!!?, block_rows: int, columnwise_block_rows: int, eps: float, "
+                 "scales: int")
 APEX_TE_FUNCTION(block_dequantize,
                  "fp8_data: F[r c], scale_inv: f32[block_scales(r c block_rows)], out: T[r c]!, "
                  "block_rows: int")

@@ -39,8 +39,8 @@ APEX_TE_FUNCTION(
     "partials: Tensor!?, lines: Tensor!?, activation: int, limit: float, "
     "alpha: float, offset: float, interleaved: bool, table: i32[table(g)], rowwise: F[r c]!?, "
     "rowwise_scale_inv: f32[c/128 r%4]!?rowwise, columnwise: F[c columns(r g)]!?, "
-    "columnwise_scale_inv: f32[column_lines(r g) c%4]!?columnwise, eps: float, "
-    "scales: int",
+    "columnwise_scale_inv: f32[column_lines(r g) c%4]!?columnwise, columnwise_block_rows: int, "
+    "eps: float, scales: int",
     "cuda")
 
 namespace apex_te {

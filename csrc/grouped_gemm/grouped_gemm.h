@@ -29,7 +29,8 @@ APEX_TE_FUNCTION(
 // Multiply: a in blocks of 1x128, its scales as block_scale.h has those of [rows, K]; b in blocks
 // of 128x128, scales [G, ceil(N / 128), ceil(K / 128) rounded up to 4]. Contract: both in blocks of
 // 1x128 that begin with their group; group g's scales are the lines from g + begin / 128 on of
-// [columns / 128 + G, M rounded up to 4] and [.., N rounded up to 4].
+// [columns / 128 + G, M rounded up to 4] and [.., N rounded up to 4]. b_block_rows 128: b's blocks
+// are of 128 rows, each of which has the scale.
 APEX_TE_FUNCTION(grouped_block_multiply,
                  "a: A=F[r k], a_scale_inv: f32[k/128 r%4], b: B=F[g n k], "
                  "b_scale_inv: f32[g n/128 k/128%4], ends: i32[g], out: bf16[r n]!",
@@ -37,7 +38,7 @@ APEX_TE_FUNCTION(grouped_block_multiply,
 APEX_TE_FUNCTION(grouped_block_contract,
                  "a: A=F[m k], a_scale_inv: f32[lines(k g) m%4], b: B=F[n k], "
                  "b_scale_inv: f32[lines(k g) n%4], ends: i32[g], out: bf16|f32[g m n]!!, "
-                 "accumulate: bool",
+                 "accumulate: bool, b_block_rows: int",
                  "cuda")
 
 namespace apex_te {
@@ -58,6 +59,7 @@ struct GroupedGemm {
   // Distances of lines of block scales, and lines of b of a group in a multiplication.
   int64_t a_line, b_line, b_lines;
   bool contract, split, blocks, accumulate;
+  bool b_in_blocks;  // of a contraction
 };
 
 inline void check_aligned(const Args& args, const char* name, const void* data) {
@@ -104,6 +106,7 @@ inline GroupedGemm check_grouped_gemm(Args& args, bool contract, bool blocks) {
   const TensorView ends = args.tensor(), out = args.tensor();
   if (!blocks) g.split = args.boolean();
   if (contract) g.accumulate = args.boolean();
+  if (contract && blocks) g.b_in_blocks = check_block_rows(args) == kBlock;
   a.has_dtype({DType::kE4M3, DType::kE5M2}).has_ndim(2).is_dense();
   b.has_dtype({DType::kE4M3, DType::kE5M2}).has_ndim(contract ? 2 : 3);
   ends.has_dtype({DType::kInt32}).has_ndim(1).is_dense();

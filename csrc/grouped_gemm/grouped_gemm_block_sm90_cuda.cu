@@ -20,7 +20,7 @@ APEX_TE_DEFINE(grouped_block_multiply) {
 }
 APEX_TE_DEFINE(grouped_block_contract) {
   using namespace apex_te;
-  run_grouped_gemm<Scaling::kRowsAndColumns, Scaling::kRowsAndColumns>(args, true);
+  run_grouped_gemm<Scaling::kRowsAndColumns, Scaling::kRowsAndColumnBlocks>(args, true);
 }
 
 #endif

@@ -124,7 +124,8 @@ void launch(const Params& p, int64_t clusters, cudaStream_t stream) {
 
 int64_t ceil_of(int64_t extent, int tile) { return (extent + tile - 1) / tile; }
 
-// kOne and kOther: the two scalings that a function chooses from, the first unless g.split.
+// kOne and kOther: the two scalings that a function chooses from, the first unless g.split or
+// g.b_in_blocks.
 template <Scaling kOne, Scaling kOther>
 void run_grouped_gemm(Args& args, bool contract) {
   Params p;
@@ -160,12 +161,12 @@ void run_grouped_gemm(Args& args, bool contract) {
   const int64_t clusters =
       std::min<int64_t>(most, device_attribute(cudaDevAttrMultiProcessorCount) / 2);
   const auto stream = static_cast<cudaStream_t>(args.stream());
-  const bool split = g.split;
+  const bool other = g.split || g.b_in_blocks;
   with_fp8_format(g.a_type, [&](auto a) {
     with_fp8_format(g.b_type, [&](auto b) {
       using A = decltype(a);
       using B = decltype(b);
-      split ? launch<A, B, kOther>(p, clusters, stream) : launch<A, B, kOne>(p, clusters, stream);
+      other ? launch<A, B, kOther>(p, clusters, stream) : launch<A, B, kOne>(p, clusters, stream);
     });
   });
 }

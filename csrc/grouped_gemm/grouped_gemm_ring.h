@@ -14,11 +14,14 @@ constexpr int kConsumers = 256, kThreads = kConsumers + 128;
 constexpr int kBoxRows = 16, kBoxN = 64, kWideBoxN = 32;
 constexpr uint32_t kBoxBytes = kBoxRows * kBoxN * 2;
 // How the sums of a stage are scaled: not at all, with kSplit in float32; by a factor of each row
-// and block of 128 columns; by one of each row and one of each column.
-enum class Scaling { kFast, kSplit, kRowsAndBlocks, kRowsAndColumns };
+// and block of 128 columns; by one of each row and one of each column, which those of a block of
+// columns may share.
+enum class Scaling { kFast, kSplit, kRowsAndBlocks, kRowsAndColumns, kRowsAndColumnBlocks };
 template <Scaling kScaling>
-constexpr bool kHasBlockScales =
-    kScaling == Scaling::kRowsAndBlocks || kScaling == Scaling::kRowsAndColumns;
+constexpr bool kHasColumnScales =
+    kScaling == Scaling::kRowsAndColumns || kScaling == Scaling::kRowsAndColumnBlocks;
+template <Scaling kScaling>
+constexpr bool kHasBlockScales = kScaling == Scaling::kRowsAndBlocks || kHasColumnScales<kScaling>;
 // Sums that are scaled take more registers, and narrower tiles.
 template <Scaling kScaling>
 constexpr int kTileN = kHasBlockScales<kScaling> ? 192 : 256;
@@ -32,10 +35,9 @@ constexpr uint32_t kStageBytes = kBytesA + kBytesB<kScaling>;
 // Block scales travel with their stage, first those of rows.
 constexpr uint32_t kScaleBytesA = kTileM * 4;
 template <Scaling kScaling>
-constexpr uint32_t kScaleBytes =
-    kScaling == Scaling::kRowsAndColumns  ? kScaleBytesA + kTileN<kScaling> * 4
-    : kScaling == Scaling::kRowsAndBlocks ? kScaleBytesA + 16
-                                          : 0;
+constexpr uint32_t kScaleBytes = kHasColumnScales<kScaling> ? kScaleBytesA + kTileN<kScaling> * 4
+                                 : kScaling == Scaling::kRowsAndBlocks ? kScaleBytesA + 16
+                                                                       : 0;
 template <Scaling kScaling>
 constexpr int kStagedColumns = kHasBlockScales<kScaling> ? 64 : 128;
 template <Scaling kScaling>
@@ -131,7 +133,7 @@ __device__ __forceinline__ void copy_tile(const Params& p, const Ring<kScaling>&
   int column = g.contract ? tile.begin : 0;
   uint32_t a_bytes = 0, b_bytes = 0;
   const float *a_scales = nullptr, *b_scales = nullptr;
-  if constexpr (kScaling == Scaling::kRowsAndColumns) {
+  if constexpr (kHasColumnScales<kScaling>) {
     const int64_t line = tile.begin / kBlock + tile.group;
     a_bytes = bytes_of_floats(g.a_line, tile.m * kTileM, kTileM);
     b_bytes = bytes_of_floats(g.b_line, tile.n * kN, kN);
@@ -143,7 +145,7 @@ __device__ __forceinline__ void copy_tile(const Params& p, const Ring<kScaling>&
     barrier_expect(&ring.control->full[place->at], kStageBytes<kScaling> + a_bytes + b_bytes);
     const uint32_t full = shared_address(&ring.control->full[place->at]);
     const uint32_t a = ring.a(place->at), b = ring.b(place->at);
-    if constexpr (kScaling == Scaling::kRowsAndColumns) {
+    if constexpr (kHasColumnScales<kScaling>) {
       const uint32_t scales = ring.scales_of(place->at);
       copy_bytes(scales, a_scales + i * g.a_line, a_bytes, full);
       if (b_bytes) copy_bytes(scales + kScaleBytesA, b_scales + i * g.b_line, b_bytes, full);

@@ -36,26 +36,42 @@ __device__ __forceinline__ float load_shared_scale(uint32_t at) {
 template <Scaling kScaling, int kN>
 struct Scales;
 
-// A tile begins with a block of 128 columns, or 64 behind the begin of one.
+// Scales of parts of 64 columns, of which a block of 128 has two.
 template <int kN>
-struct Scales<Scaling::kRowsAndBlocks, kN> {
+struct PartScales {
   static_assert(kN == 192, "three parts of 64 columns");
   float by[3][2];  // of a part and one of the thread's two rows
-  __device__ __forceinline__ Scales(uint32_t at, uint32_t row, int tile_n) {
+  __device__ __forceinline__ void set(uint32_t row, float first, float second, float third) {
     const float x[2] = {load_shared_scale(row), load_shared_scale(row + 8 * 4)};
-    const float first = load_shared_scale(at + kScaleBytesA);
-    const float second = load_shared_scale(at + kScaleBytesA + 4);
-    const float between = tile_n % 2 ? second : first;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       by[0][i] = x[i] * first;
-      by[1][i] = x[i] * between;
-      by[2][i] = x[i] * second;
+      by[1][i] = x[i] * second;
+      by[2][i] = x[i] * third;
     }
   }
   __device__ __forceinline__ void add(float (&sums)[kN / 2], const float (&part)[kN / 2]) const {
 #pragma unroll
     for (int j = 0; j < kN / 2; ++j) sums[j] = __fmaf_rn(part[j], by[j / 32][j % 4 / 2], sums[j]);
+  }
+};
+
+// A tile begins with a block of 128 columns, or 64 behind the begin of one.
+template <int kN>
+struct Scales<Scaling::kRowsAndBlocks, kN> : PartScales<kN> {
+  __device__ __forceinline__ Scales(uint32_t at, uint32_t row, int tile_n) {
+    const float first = load_shared_scale(at + kScaleBytesA);
+    const float last = load_shared_scale(at + kScaleBytesA + 4);
+    this->set(row, first, tile_n % 2 ? last : first, last);
+  }
+};
+
+template <int kN>
+struct Scales<Scaling::kRowsAndColumnBlocks, kN> : PartScales<kN> {
+  __device__ __forceinline__ Scales(uint32_t at, uint32_t row, int) {
+    const uint32_t columns = at + kScaleBytesA;
+    this->set(row, load_shared_scale(columns), load_shared_scale(columns + 64 * 4),
+              load_shared_scale(columns + 128 * 4));
   }
 };
 
@@ -184,9 +200,9 @@ struct Sums {
         Scales<kScaling, kN> scales(at, at + row, tile_n);
         find_next();
         products_wait<0>();
-        if constexpr (kScaling == Scaling::kRowsAndBlocks) release_read(ring, stage);
+        if constexpr (kScaling != Scaling::kRowsAndColumns) release_read(ring, stage);
         scales.add(d, part);
-        if constexpr (kScaling != Scaling::kRowsAndBlocks) release_read(ring, stage);
+        if constexpr (kScaling == Scaling::kRowsAndColumns) release_read(ring, stage);
       }
     }
   }
@@ -213,7 +229,7 @@ struct Sums {
 
   // What was read by loads, not by products alone, was read by all lanes.
   static __device__ __forceinline__ void release_read(const ThisRing& ring, int stage) {
-    if (kScaling == Scaling::kRowsAndColumns) finish_reads();
+    if (kHasColumnScales<kScaling>) finish_reads();
     __syncwarp();
     ring.release(stage);
   }

@@ -40,12 +40,13 @@ APEX_TE_IN_PLACE(grouped_quantize_matrices, "amax: scale")
 // Block scaling. Blocks of 1x128 of groups of rows: rowwise as block_quantize's of x; columnwise
 // blocks run along a group's rows and begin with it, and group g's scales are the lines from
 // g + begin / 128 on, its columns beginning at `begin`, of [columns / 128 + G, cols rounded up to
-// 4]. Blocks of 128x128 of matrices: block_quantize's copies of each, one after the other.
+// 4]; columnwise blocks of 128 columns have their one scale at each of them. Blocks of 128x128 of
+// matrices: block_quantize's copies of each, one after the other.
 APEX_TE_FUNCTION(grouped_block_quantize,
                  "x: T[r c], table: i32[table(g)], rowwise: F[r c]!?, "
                  "rowwise_scale_inv: f32[c/128 r%4]!?rowwise, columnwise: F[c columns(r g)]!?, "
-                 "columnwise_scale_inv: f32[column_lines(r g) c%4]!?columnwise, eps: float, "
-                 "scales: int",
+                 "columnwise_scale_inv: f32[column_lines(r g) c%4]!?columnwise, "
+                 "columnwise_block_rows: int, eps: float, scales: int",
                  "cuda")
 APEX_TE_FUNCTION(grouped_block_quantize_matrices,
                  "matrices: T[r c][g], table: i32[table(g)]?, rowwise: F[g r c]!?, "

@@ -51,7 +51,8 @@ inline void check_grouped_codes(GroupedBlocks* p, const TensorView& rowwise,
   }
 }
 
-// Reads the outputs, eps and scales: p has the elements' dtype, rows, cols and table.
+// Reads the outputs, columnwise_block_rows (of rows), eps and scales: p has the elements' dtype,
+// rows, cols and table.
 inline void check_block_outputs(Args& args, GroupedBlocks& p) {
   const TensorView rowwise = args.optional_tensor(), row_scales = args.optional_tensor();
   const TensorView columnwise = args.optional_tensor(), column_scales = args.optional_tensor();
@@ -60,6 +61,8 @@ inline void check_block_outputs(Args& args, GroupedBlocks& p) {
          args.name());
   check_grouped_codes(&p, rowwise, row_scales, columnwise, column_scales);
   p.fp8 = rowwise ? rowwise.dtype() : columnwise.dtype();
+  p.columnwise_block_rows = p.matrices ? kBlock : check_block_rows(args);
+  p.repeats_scales = !p.matrices;
   p.rule = check_block_rule(args, p.fp8, p.dtype);
   p.rowwise = rowwise.data<uint8_t>();
   p.rowwise_scale_inv = row_scales.data<float>();

@@ -1,4 +1,5 @@
-// swiglu_block: act(gate) * up and its gradients in FP8 blocks of 1 x 128.
+// swiglu_block: act(gate) * up and its gradients in FP8 blocks of 1 x 128; forward's columnwise
+// copy may have blocks of 128 x 128.
 //
 // The results are block_quantize's casts of the results of swiglu_fwd and swiglu_bwd, rounded to
 // the inputs' 16-bit dtype, which is not written to memory. Of the gradient F is a multiple of 128,
@@ -8,14 +9,15 @@
 #include "common/numerics/block_cast.h"
 #include "swiglu/swiglu.h"
 
-APEX_TE_FUNCTION(swiglu_fwd_block,
-                 "input: T=H[r w], up: T[r w]?, bias: T[pair(w up up_bias)]?, "
-                 "up_bias: T[gated(w up)]?, rowwise: F[r~4 gated(w up)]!?, "
-                 "rowwise_scale_inv: f32[gated(w up)/128 r%4]!?rowwise, "
-                 "columnwise: F[gated(w up) r~16]!?, "
-                 "columnwise_scale_inv: f32[r/128 gated(w up)%4]!?columnwise, amax: f32[^ 1]!!?, "
-                 "eps: float, scales: int, activation: int, limit: float, alpha: float, "
-                 "offset: float")
+APEX_TE_FUNCTION(
+    swiglu_fwd_block,
+    "input: T=H[r w], up: T[r w]?, bias: T[pair(w up up_bias)]?, "
+    "up_bias: T[gated(w up)]?, rowwise: F[r~4 gated(w up)]!?, "
+    "rowwise_scale_inv: f32[gated(w up)/128 r%4]!?rowwise, "
+    "columnwise: F[gated(w up) r~16]!?, "
+    "columnwise_scale_inv: f32[gated_scales(w up r columnwise_block_rows)]!?columnwise, "
+    "amax: f32[^ 1]!!?, columnwise_block_rows: int, eps: float, scales: int, "
+    "activation: int, limit: float, alpha: float, offset: float")
 APEX_TE_FUNCTION(swiglu_bwd_block,
                  "grad_output: T=H[r gated(w up)], input: T[r w], up: T[r w]?, "
                  "bias: T[pair(w up up_bias)]?, up_bias: T[gated(w up)]?, "
@@ -48,7 +50,8 @@ inline SwigluBlock check_swiglu_block(Args& args, bool is_bwd) {
     grad_output.has_dtype({op.dtype}).has_shape({op.rows, op.cols}).is_dense();
     op.grad_output = grad_output.data<void>();
   }
-  p.cast = check_block_cast(args, op.dtype, op.rows, (is_bwd ? 2 : 1) * op.cols, true);
+  p.cast = check_block_cast(args, op.dtype, op.rows, (is_bwd ? 2 : 1) * op.cols,
+                            is_bwd ? BlockArguments::kNone : BlockArguments::kColumnwise);
   op.fp8 = p.cast.fp8;
   check_swiglu_activation(args, op);
   return p;

@@ -183,12 +183,14 @@ class BlockOptions(NamedTuple):
             added columns are zeros.
         scales: rule of the scales, one of ``op_options.BLOCK_SCALES``.
         eps: lower bound of the amax from which a block's scale is computed.
+        columnwise_block_rows: rows of a block of the columnwise copy, 1 or 128; a gradient's has 1.
     """
 
     dtype: torch.dtype
     pad_columnwise: bool
     scales: str
     eps: float
+    columnwise_block_rows: int
 
 
 class FusedCast(Protocol):
@@ -775,12 +777,16 @@ class Scheme:
     ) -> QuantizerSets:
         """Builds a module's quantizers; here all GEMMs and kinds of forward share them."""
         inp, weight, grad_output = self.gemm_quantizers(recipe, device)
-        backend = self.backend(recipe.use_split_accumulator, device)
+        backend = self.gemm_backend(recipe, device)
         backward = getattr(recipe, "backward", None)
         override = backward is not None or recipe.override_linear_precision[2]
         quantizers = GemmQuantizers(inp, weight, weight, grad_output, backend, override, backward)
         same = (quantizers,) * gemms
         return QuantizerSets(same, same, same, same)
+
+    def gemm_backend(self, recipe: Any, device: torch.device) -> GemmBackend:
+        """Makes the backend that multiplies the recipe's operands."""
+        return self.backend(recipe.use_split_accumulator, device)
 
     def gemm_quantizers(
         self, recipe: Any, device: torch.device

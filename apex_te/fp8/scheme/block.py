@@ -46,7 +46,8 @@ _BLOCK = 128
 class BlockQuantizer(Quantizer):
     """Casts a matrix to FP8 with a scale for each block.
 
-    With ``block_rows=1`` the blocks of the columnwise copy (the transpose) run along its rows, too.
+    With ``block_rows=1`` the blocks of the columnwise copy (the transpose) run along its rows, too,
+    unless ``columnwise_block_rows`` is 128.
     """
 
     __slots__ = ("block_rows", "options", "pad_columnwise")
@@ -58,11 +59,13 @@ class BlockQuantizer(Quantizer):
         scales: str,
         eps: float,
         pad_columnwise: bool = False,
+        columnwise_block_rows: int | None = None,
     ) -> None:
         self.dtype = dtype
         self.block_rows = block_rows
         self.pad_columnwise = pad_columnwise
-        self.options = BlockOptions(dtype, pad_columnwise, scales, eps)
+        column_rows = columnwise_block_rows or block_rows
+        self.options = BlockOptions(dtype, pad_columnwise, scales, eps, column_rows)
 
     def quantize(
         self,
@@ -73,8 +76,10 @@ class BlockQuantizer(Quantizer):
     ) -> tuple[QuantizedTensor, torch.Tensor | None]:
         options = self.options
         out = block_quantize(
-            x, options.dtype, block_rows=self.block_rows, rowwise=rowwise, columnwise=columnwise,
-            pad_columnwise=options.pad_columnwise, scales=options.scales, eps=options.eps,
+            x, options.dtype, block_rows=self.block_rows,
+            columnwise_block_rows=options.columnwise_block_rows, rowwise=rowwise,
+            columnwise=columnwise, pad_columnwise=options.pad_columnwise, scales=options.scales,
+            eps=options.eps,
         )  # fmt: skip
         return QuantizedTensor(*out, self.dtype), x.sum(0) if with_dbias else None
 
@@ -106,10 +111,10 @@ class BlockQuantizer(Quantizer):
         )
 
     def settings(self) -> tuple:
-        return (*super().settings(), self.block_rows, self.options.scales, self.options.eps)
+        return (*self.cast_key(), self.options.columnwise_block_rows)
 
     def cast_key(self) -> tuple:
-        return self.settings()
+        return (*super().settings(), self.block_rows, self.options.scales, self.options.eps)
 
     def quantize_rows(
         self, x: torch.Tensor, amax: torch.Tensor | None, keep: bool
@@ -121,6 +126,15 @@ class BlockQuantizer(Quantizer):
 
     def grouped(self, quantizers: Sequence[Any]) -> BlockGroupQuantizer:
         return BlockGroupQuantizer(self.options)
+
+    def dequantize(
+        self, quantized: QuantizedTensor, dtype: torch.dtype = torch.float32
+    ) -> torch.Tensor:
+        fp8_data, scale_inv = quantized.columnwise, quantized.columnwise_scale_inv
+        if quantized.rowwise is not None or fp8_data is None or scale_inv is None:
+            return super().dequantize(quantized, dtype)
+        block_rows = self.options.columnwise_block_rows
+        return block_dequantize(fp8_data, scale_inv, block_rows=block_rows, dtype=dtype).t()
 
     def _decode(self, fp8_data: torch.Tensor, scale_inv: Any, dtype: torch.dtype) -> torch.Tensor:
         return block_dequantize(fp8_data, scale_inv, block_rows=self.block_rows, dtype=dtype)
@@ -139,8 +153,9 @@ class BlockGroupQuantizer(GroupQuantizer):
         self, x: torch.Tensor, groups: Groups, rowwise: bool = True, columnwise: bool = True
     ) -> GroupedOutput:
         return block_quantize_groups(
-            x, groups, self.dtype, rowwise=rowwise, columnwise=columnwise,
-            scales=self.options.scales, eps=self.options.eps,
+            x, groups, self.dtype, columnwise_block_rows=self.options.columnwise_block_rows,
+            rowwise=rowwise, columnwise=columnwise, scales=self.options.scales,
+            eps=self.options.eps,
         )  # fmt: skip
 
     def produce(
@@ -153,9 +168,9 @@ class BlockGroupQuantizer(GroupQuantizer):
         bias_grad: torch.Tensor | None = None,
     ) -> GroupedOutput:
         return block_quantize_source(
-            source, groups, self.dtype, rowwise=rowwise, columnwise=columnwise,
-            scales=self.options.scales, eps=self.options.eps, factor_grad=factor_grad,
-            bias_grad=bias_grad,
+            source, groups, self.dtype, columnwise_block_rows=self.options.columnwise_block_rows,
+            rowwise=rowwise, columnwise=columnwise, scales=self.options.scales,
+            eps=self.options.eps, factor_grad=factor_grad, bias_grad=bias_grad,
         )  # fmt: skip
 
     def produces(self, columns: int) -> bool:
@@ -178,25 +193,28 @@ class BlockGroupQuantizer(GroupQuantizer):
 class BlockGemm(GemmBackend):
     """Multiplies block-scaled operands by cuBLASLt's block-scaled GEMMs, or emulates these."""
 
-    __slots__ = ("device", "native")
+    __slots__ = ("device", "native", "wgrad_rows")
 
     row_multiple = ROW_MULTIPLE
 
-    def __init__(self, split: tuple[bool, bool, bool], device: torch.device) -> None:
+    def __init__(
+        self, split: tuple[bool, bool, bool], device: torch.device, wgrad_rows: int = 1
+    ) -> None:
         super().__init__(split, device)
         self.device = device
+        self.wgrad_rows = wgrad_rows  # of a block of the input's columnwise copy
         self.native = device.type != "cuda" or nvidia_capability(device) == (9, 0)
         self.adds = self.native
         if not self.native:
             warn_emulated("block-scaled matrix products", "sm_90")
 
     def multiply(self, product, a, b, a_scale_inv, b_scale_inv, **options):
-        block_rows = 1 if product == WGRAD else 128
+        block_rows = self.wgrad_rows if product == WGRAD else _BLOCK
         multiply = block_scaled_gemm if self.native else emulated_gemm.emulated_block_gemm
         return multiply(a, b, a_scale_inv, b_scale_inv, b_block_rows=block_rows, **options)
 
     def with_independent_rows(self) -> BlockGemm:
-        return IndependentBlockGemm(self.split, self.device)
+        return IndependentBlockGemm(self.split, self.device, self.wgrad_rows)
 
     def multiply_groups(self, product, a, b, a_scale_inv, b_scale_inv, groups):
         _check_grouped(a, b)
@@ -204,7 +222,8 @@ class BlockGemm(GemmBackend):
 
     def contract_groups(self, a, b, a_scale_inv, b_scale_inv, groups, *rest):
         _check_grouped(a, b)
-        return block_contract_groups(a, a_scale_inv, b, b_scale_inv, groups, *rest)
+        operands = a, a_scale_inv, b, b_scale_inv, groups
+        return block_contract_groups(*operands, *rest, b_block_rows=self.wgrad_rows)
 
 
 class IndependentBlockGemm(IndependentRows, BlockGemm):
@@ -220,6 +239,10 @@ def _check_grouped(a: torch.Tensor, b: torch.Tensor) -> None:
     if not multiplies_codes(a, b):
         what = "block-scaled matrix products of groups whose sizes are on the device"
         warn_emulated(what, "sm_90 and sizes that are multiples of 16")
+
+
+def _wgrad_rows(recipe: BlockScaling) -> int:
+    return _BLOCK if recipe.wgrad_input == "128x128" else 1
 
 
 class Blocks(Layout):
@@ -265,10 +288,14 @@ class BlockScheme(Scheme):
         self, recipe: BlockScaling, device: torch.device
     ) -> tuple[Quantizer, Quantizer, Quantizer]:
         formats, options = recipe.fp8_format.value, (recipe.scales, recipe.eps)
-        inp = BlockQuantizer(formats.fwd_dtype, 1, *options, pad_columnwise=True)
+        columns = _wgrad_rows(recipe)
+        inp = BlockQuantizer(formats.fwd_dtype, 1, *options, True, columns)
         weight = BlockQuantizer(formats.fwd_dtype, _BLOCK, *options)
         grad_output = BlockQuantizer(formats.bwd_dtype, 1, *options, pad_columnwise=True)
         return inp, weight, grad_output
+
+    def gemm_backend(self, recipe: BlockScaling, device: torch.device) -> BlockGemm:
+        return BlockGemm(recipe.use_split_accumulator, device, _wgrad_rows(recipe))
 
     def restores(self, recipe: BlockScaling) -> bool:
         return recipe.scales == "pow2"

@@ -184,7 +184,8 @@ def measure(
     whose FP8 value is zero have underflowed. These counts and the amax ignore NaN and infinities.
     """
     fp8_data, scale_inv = quantized.rowwise, quantized.rowwise_scale_inv
-    if fp8_data is None or scale_inv is None:  # rows without scales are cast later
+    is_rowwise = fp8_data is not None and scale_inv is not None
+    if not is_rowwise:  # rows without scales are cast later
         fp8_data, scale_inv, x = quantized.columnwise, quantized.columnwise_scale_inv, x.t()
     if fp8_data is None or scale_inv is None or x.numel() == 0:
         return None
@@ -194,7 +195,7 @@ def measure(
         magnitude = x.detach().float().abs()
         finite = torch.isfinite(magnitude)
         magnitude = magnitude.masked_fill(~finite, 0.0)
-        inverse = _elementwise(fp8_data, scale_inv, quantizer, one)
+        inverse = _elementwise(fp8_data, scale_inv, quantizer, one, is_rowwise)
         if inverse.dim() == 2:
             inverse = inverse[:, :cols]
         # Where an infinity made it infinite the scale is 1.
@@ -220,11 +221,17 @@ def measure(
 
 
 def _elementwise(
-    fp8_data: torch.Tensor, scale_inv: torch.Tensor, quantizer: Quantizer, one: int
+    fp8_data: torch.Tensor,
+    scale_inv: torch.Tensor,
+    quantizer: Quantizer,
+    one: int,
+    is_rowwise: bool,
 ) -> torch.Tensor:
     """Returns each element's ``scale_inv``, or ``[1]``; ``one`` is the byte of an FP8 1.0."""
     if scale_inv.dtype is torch.float32 and scale_inv.numel() == 1:
         return scale_inv
     ones = torch.full(fp8_data.shape, one, dtype=torch.uint8, device=fp8_data.device)
-    held = QuantizedTensor(ones.view(fp8_data.dtype), scale_inv, None, None, fp8_data.dtype)
-    return quantizer.dequantize(held)
+    copy = ones.view(fp8_data.dtype), scale_inv
+    if is_rowwise:
+        return quantizer.dequantize(QuantizedTensor(*copy, None, None, fp8_data.dtype))
+    return quantizer.dequantize(QuantizedTensor(None, None, *copy, fp8_data.dtype)).t()

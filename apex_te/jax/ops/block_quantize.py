@@ -51,6 +51,7 @@ def block_quantize(
     fp8_dtype: Any,
     *,
     block_rows: int = 1,
+    columnwise_block_rows: int | None = None,
     rowwise: bool = True,
     columnwise: bool = True,
     scales: str | None = None,
@@ -70,13 +71,19 @@ def block_quantize(
     x, ranks = sides(name, x, flatten_axis)
     if block_rows not in (1, _BLOCK):
         raise ValueError(f"{name}: block_rows must be 1 or 128, got {block_rows}")
+    of_columns = block_rows if columnwise_block_rows is None else columnwise_block_rows
+    if of_columns not in (block_rows, _BLOCK):
+        raise ValueError(
+            f"{name}: columnwise_block_rows must be block_rows or 128, got {columnwise_block_rows}"
+        )
     made = run(
         name, name, {"x": x}, wanted(name, rowwise, columnwise), dtypes={"F": dtype}, ranks=ranks,
-        block_rows=block_rows, eps=float(eps), scales=scales_number(name, scales, pow2),
+        block_rows=block_rows, columnwise_block_rows=of_columns, eps=float(eps),
+        scales=scales_number(name, scales, pow2),
     )  # fmt: skip
     if padded:
         rows, cols = math.prod(x.shape[: ranks["r"]]), math.prod(x.shape[ranks["r"] :])
-        made = scales_of_matrix(made, rows, cols, block_rows)
+        made = scales_of_matrix(made, rows, cols, (block_rows, of_columns))
     return BlockQuantized(*(made.get(each) for each in BlockQuantized._fields))
 
 
@@ -97,17 +104,20 @@ def unpadded(scale_inv: jax.Array, shape: Sequence[int], block_rows: int) -> jax
 
 @checked
 def scales_of_matrix(
-    made: Mapping[str, jax.Array], rows: int, cols: int, block_rows: int
+    made: Mapping[str, jax.Array], rows: int, cols: int, block_rows: tuple[int, int]
 ) -> dict[str, jax.Array]:
-    """Returns ``made``, by field, with each unpadded scale_inv in the shape ``scale_shape``."""
+    """Returns ``made``, by field, with each unpadded scale_inv in the shape ``scale_shape``.
+
+    ``block_rows`` is that of either copy.
+    """
     found = dict(made)
-    for name, shape in (
-        ("rowwise_scale_inv", (rows, cols)),
-        ("columnwise_scale_inv", (cols, rows)),
+    for name, shape, height in (
+        ("rowwise_scale_inv", (rows, cols), block_rows[0]),
+        ("columnwise_scale_inv", (cols, rows), block_rows[1]),
     ):
         if name in made:
-            expected = scale_shape(*shape, block_rows)
-            unpadded_cols = shape[0] if block_rows == 1 else -(-shape[1] // _BLOCK)
+            expected = scale_shape(*shape, height)
+            unpadded_cols = shape[0] if height == 1 else -(-shape[1] // _BLOCK)
             found[name] = with_padding(made[name].reshape(expected[0], unpadded_cols))
     return found
 

@@ -30,6 +30,7 @@ def swiglu_fwd_block(
     up_bias: jax.Array | None = None,
     activation: str | ClampedSwiglu = "silu",
     axis: int = -1,
+    columnwise_block_rows: int = 1,
     rowwise: bool = True,
     columnwise: bool = True,
     scales: str | None = None,
@@ -43,13 +44,18 @@ def swiglu_fwd_block(
     dtype. For float32 input the two ops run. Rows may be sharded over devices, and F, too, unless
     gate and up are concatenated to [..., 2F].
 
-    ``axis`` is as in ``swiglu``: with -2 the copies are [..., F] and [F, ...]. ``padded`` is as in
-    ``block_quantize``.
+    ``axis`` is as in ``swiglu``: with -2 the copies are [..., F] and [F, ...]. ``padded`` and
+    ``columnwise_block_rows`` are as in ``block_quantize``.
     """
     name = "swiglu_fwd_block"
     given = gated_arrays(name, activation, axis, input, up, bias, up_bias, to_fp8=True)
     rule = block_scales(name, scales, pow2)
+    if columnwise_block_rows not in (1, _BLOCK):
+        raise ValueError(
+            f"{name}: columnwise_block_rows must be 1 or 128, got {columnwise_block_rows}"
+        )
     options: dict[str, Any] = {"rowwise": rowwise, "columnwise": columnwise, "scales": rule,
+                               "columnwise_block_rows": columnwise_block_rows,
                                "eps": eps}  # fmt: skip
     if given.dtype != jnp.float32:
         return _run(given, "r f", fp8_dtype, padded, **options)
@@ -102,7 +108,7 @@ def swiglu_bwd_block(
 
 def _run(
     given: GatedArrays, dims: str, fp8_dtype: Any, padded: bool, *, rowwise: bool,
-    columnwise: bool, scales: str, eps: float,
+    columnwise: bool, scales: str, eps: float, columnwise_block_rows: int | None = None,
 ) -> BlockQuantized:  # fmt: skip
     """Calls the C function, whose result as a matrix has the dimensions ``dims`` in a rule."""
     dtype = _checks.fp8_dtype_of(given.function, fp8_dtype)
@@ -111,14 +117,19 @@ def _run(
         "rowwise": [*columns[:-1], f"{columns[-1]}/{_BLOCK}", lines],
         "columnwise": [f"{lines}/{_BLOCK}", *columns],
     }
+    if columnwise_block_rows == _BLOCK:
+        blocks["columnwise"] = [*columns[:-1], f"{columns[-1]}/{_BLOCK}", f"{lines}/{_BLOCK}"]
     copies = {"rowwise": dims, "columnwise": " ".join([*columns, lines])}
     results: dict[str, str] = {}
     for side in wanted(given.function, rowwise, columnwise):
         results |= {side: copies[side], f"{side}_scale_inv": " ".join(blocks[side])}
     number = scales_number(given.function, scales, None)
-    made = call_gated(given, results, None, dtype, "swiglu_block", scales=number, eps=float(eps))
+    attributes: dict[str, Any] = {"scales": number, "eps": float(eps)}
+    if columnwise_block_rows is not None:  # of forward
+        attributes["columnwise_block_rows"] = columnwise_block_rows
+    made = call_gated(given, results, None, dtype, "swiglu_block", **attributes)
     if padded:
         rows = math.prod(given.arrays["input"].shape[: given.options["ranks"]["r"]])
         cols = given.shape[-1] if columns == ["f"] else 2 * given.shape[-1]
-        made = scales_of_matrix(made, rows, cols, 1)
+        made = scales_of_matrix(made, rows, cols, (1, columnwise_block_rows or 1))
     return BlockQuantized(*(made.get(each) for each in BlockQuantized._fields))

@@ -105,21 +105,27 @@ class _Block(_FP8):
         super().__init__(recipe)
         self._options: dict[str, Any] = {"eps": recipe.eps, "scales": recipe.scales}
         self._options["padded"] = False
+        self._wgrad_rows = self.block if recipe.wgrad_input == "128x128" else 1
 
     def _cast(self, x: jax.Array, role: str, scale: Any, **wanted: Any) -> Quantized:
         options = {**self._options, "block_rows": 128 if role == "weight" else 1}
+        if role == "input":
+            options["columnwise_block_rows"] = self._wgrad_rows
         return Quantized(*block_quantize(x, self._dtypes[role], **options, **wanted), None, None)
 
-    def produce(self, source: FusedCast, role: str, scale: Any, **wanted: bool) -> Quantized:
+    def produce(self, source: FusedCast, role: str, scale: Any, **wanted: Any) -> Quantized:
         """Runs an op and casts its result; see ``Quantizer.produce``."""
         if not source.can_fuse_blocks:
             return super().produce(source, role, scale, **wanted)
+        if role == "input":
+            wanted["columnwise_block_rows"] = self._wgrad_rows
         made = source.blocks(self._dtypes[role], **self._options, **wanted)
         return Quantized(*made, None, None)
 
     def _multiply(self, product: str, *operands: jax.Array, **options: Any) -> jax.Array:
-        block_rows = 1 if product == "wgrad" else 128
-        return block_scaled_gemm(*operands, b_block_rows=block_rows, **options)
+        # The input is the first operand of a weight gradient, [in, out].
+        rows = (self._wgrad_rows, 1) if product == "wgrad" else (1, 128)
+        return block_scaled_gemm(*operands, a_block_rows=rows[0], b_block_rows=rows[1], **options)
 
 
 class _HiF8(Quantizer):

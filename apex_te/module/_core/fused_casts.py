@@ -266,7 +266,8 @@ class ActivationForward(BaseFusedCast):
     def blocks(self, options: BlockOptions, rowwise: bool, columnwise: bool) -> BlockQuantized:
         """Returns the activation's result ``[rows, F]`` in blocks; see ``FusedCast.blocks``."""
         return swiglu_block.swiglu_fwd_block(
-            self.x, None, options.dtype, activation=gate_of(self.name), rowwise=rowwise,
+            self.x, None, options.dtype, activation=gate_of(self.name),
+            columnwise_block_rows=options.columnwise_block_rows, rowwise=rowwise,
             columnwise=columnwise, pad_columnwise=options.pad_columnwise, scales=options.scales,
             eps=options.eps,
         )  # fmt: skip

@@ -128,9 +128,19 @@ APEX_TE_INLINE uint32_t cast_1x128(const BlockCast& p, const BlockEncoder<T>& en
     if (p.columnwise) {
       uint32_t column_amaxes[kPanel];
       for (int64_t c = 0; c < cols; ++c) column_amaxes[c] = Magnitude::bits(columns[c0 + c]);
-      range.add(column_amaxes, cols);
-      block_scales(p.rule, column_amaxes, cols, column_scales,
-                   p.columnwise_scale_inv + t.row0 / kBlock * padded_to_4(p.cols) + t.col0 + c0);
+      if (p.columnwise_block_rows == 1) {
+        range.add(column_amaxes, cols);
+        block_scales(p.rule, column_amaxes, cols, column_scales,
+                     p.columnwise_scale_inv + t.row0 / kBlock * padded_to_4(p.cols) + t.col0 + c0);
+      } else {
+        const uint32_t largest = *std::max_element(column_amaxes, column_amaxes + cols);
+        range.add(&largest, 1);
+        float scale;
+        block_scales(
+            p.rule, &largest, 1, &scale,
+            p.columnwise_scale_inv + block * padded_to_4(num_blocks(p.rows)) + t.row0 / kBlock);
+        std::fill_n(column_scales, cols, scale);
+      }
     }
     encoder.panel(panels + c0 * kBlock, t.rows, cols, scales, 1, column_scales, kBlock,
                   traits_of(p.rule, range.is_bounded(), range.is_regular()), block_codes(p, t, c0),
@@ -152,13 +162,14 @@ inline void finish_block_cast(const BlockCast& p, uint32_t amax) {
   const int64_t row_blocks = num_blocks(p.rows), col_blocks = num_blocks(p.cols);
   if (p.columnwise) zero_padding(p.columnwise, p.cols, p.rows, p.columnwise_ld);
   if (p.rowwise) std::fill_n(p.rowwise + p.rows * p.cols, (p.rowwise_rows - p.rows) * p.cols, 0);
-  if (p.block_rows == 1) {
+  if (p.block_rows == 1)
     fill_scale_ends(p.rowwise_scale_inv, col_blocks, p.rows);
-    fill_scale_ends(p.columnwise_scale_inv, row_blocks, p.cols);
-  } else {
+  else
     fill_scale_ends(p.rowwise_scale_inv, row_blocks, col_blocks);
+  if (p.columnwise_block_rows == 1)
+    fill_scale_ends(p.columnwise_scale_inv, row_blocks, p.cols);
+  else
     fill_scale_ends(p.columnwise_scale_inv, col_blocks, row_blocks);
-  }
   if (p.amax) *p.amax = bits_float(std::max(amax, float_bits(*p.amax)));
 }
 

@@ -40,16 +40,12 @@ __device__ __forceinline__ void cast_128x128(const BlockCast& p, const BlockTile
     store_block_columns(p, at, aligned, is_whole, shared.tile);
   }
   if (threadIdx.x < 4) {
-    // The last block of a line of scales also fills the line up to a multiple of 4.
-    const int64_t row = at.row0 / kBlock, col = at.col0 / kBlock;
-    const int64_t rows = (p.rows + kBlock - 1) / kBlock, cols = (p.cols + kBlock - 1) / kBlock;
-    const int64_t row_end = (rows + 3) / 4 * 4, col_end = (cols + 3) / 4 * 4;
     const int i = threadIdx.x;
-    const float value = i == 0 ? p.rule.template inverse_of<Format::kDivides>(amax, scale) : 1.0f;
-    if (p.rowwise_scale_inv && (i == 0 || (col == cols - 1 && col + i < col_end)))
-      p.rowwise_scale_inv[row * col_end + col + i] = value;
-    if (p.columnwise_scale_inv && (i == 0 || (row == rows - 1 && row + i < row_end)))
-      p.columnwise_scale_inv[col * row_end + row + i] = value;
+    const float value = p.rule.template inverse_of<Format::kDivides>(amax, scale);
+    if (p.rowwise_scale_inv)
+      store_block_scale(p.rowwise_scale_inv, at.row0, at.col0, p.cols, i, value);
+    if (p.columnwise_scale_inv)
+      store_block_scale(p.columnwise_scale_inv, at.col0, at.row0, p.rows, i, value);
   }
   finish_amax<BlockTile::kThreads>(p.amax, seen, shared.warp_amaxes);
 }

@@ -1,5 +1,5 @@
 // Cast of a tile of 128 x 128 elements in blocks of 1 x 128, rowwise and columnwise, for kernels
-// that load or compute the tile.
+// that load or compute the tile. The columnwise copy may have the tile as one block.
 //
 // A thread holds 8 rows of 8 columns as words of the matrix's dtype. The amaxes of the tile's rows
 // and columns meet in shared memory; each of the 256 threads computes one scale.
@@ -117,6 +117,16 @@ __device__ __forceinline__ void store_block_columns(const BlockCast& p, const Bl
           : BlockTile::store_columns_any(p.columnwise, p.columnwise_ld, at, tile);
 }
 
+// Stores the scale of a block of 128 x 128 at (row0, col0) of `cols` columns; the last of a line of
+// scales also fills the line up to a multiple of 4. i: a number of the thread, of which four act.
+__device__ __forceinline__ void store_block_scale(float* scale_inv, int64_t row0, int64_t col0,
+                                                  int64_t cols, int i, float value) {
+  const int64_t col = col0 / kBlock, blocks = (cols + kBlock - 1) / kBlock;
+  const int64_t line = (blocks + 3) / 4 * 4;
+  if (i == 0 || (i < 4 && col == blocks - 1 && col + i < line))
+    scale_inv[row0 / kBlock * line + col + i] = i == 0 ? value : 1.0f;
+}
+
 // Casts the tile of which `in` is this thread's part, zeros where the matrix has no element. All
 // threads of a block call it; a second call may follow at once. `format` is a OneFormat or an
 // AnyFormat; `aligned` and is_whole are as above.
@@ -146,19 +156,34 @@ __device__ __forceinline__ void cast_1x128(const BlockCast& p, const BlockTile::
     const bool of_row = threadIdx.x < kBlock;
     const int i = threadIdx.x % kBlock;
     uint32_t word = of_row ? shared.row_amaxes[i / M::kPerWord] : 0u;
-    if (!of_row) {
+    const bool as_one = !of_row && p.columnwise_block_rows != 1;
+    if (as_one) {
+      constexpr int kWords = kBlock / M::kPerWord / 32;  // of a lane, of each warp's columns
+#pragma unroll
+      for (int w = 0; w < kBlockWarps * kWords; ++w)
+        word = M::larger(word, shared.col_amaxes[w / kWords][i % 32 + w % kWords * 32]);
+    } else if (!of_row) {
 #pragma unroll
       for (int w = 0; w < kBlockWarps; ++w)
         word = M::larger(word, shared.col_amaxes[w][i / M::kPerWord]);
     }
-    const uint32_t amax = M::bits(word, i % M::kPerWord);
+    uint32_t amax = M::bits(word, i % M::kPerWord);
+    if (as_one) {
+#pragma unroll
+      for (int part = 0; part < M::kPerWord; ++part) amax = max(amax, M::bits(word, part));
+      amax = warp_max(amax);
+    }
     const float scale = p.rule.template scale_of<Format::kDivides>(amax);
     shared.scales[threadIdx.x] = scale;
     // The scales of one block of columns (rows) lie together, their number rounded up to 4.
     float* out = of_row ? p.rowwise_scale_inv : p.columnwise_scale_inv;
     const int64_t line = of_row ? p.row_line : (p.cols + 3) / 4 * 4;
     const int64_t first = of_row ? at.row0 : at.col0, block = of_row ? at.col0 : at.row0;
-    if (out && first + i < (of_row ? p.row_scales : line))
+    if (as_one && !p.repeats_scales) {
+      if (out)
+        store_block_scale(p.columnwise_scale_inv, at.col0, at.row0, p.rows, i,
+                          p.rule.template inverse_of<Format::kDivides>(amax, scale));
+    } else if (out && first + i < (of_row ? p.row_scales : line))
       out[block / kBlock * line + first + i] =
           first + i < (of_row ? p.rows : p.cols)
               ? p.rule.template inverse_of<Format::kDivides>(amax, scale)

@@ -3,7 +3,8 @@
 //
 // The columnwise copy may be padded (common/numerics/columnwise.h). The rowwise copy of 1 x 128
 // blocks may have as many rows as its scales, a multiple of 4, of which those beyond the matrix
-// become zeros: cuBLASLt multiplies that many.
+// become zeros: cuBLASLt multiplies that many. Beside it the columnwise copy may have blocks of
+// 128 x 128: cuBLASLt multiplies those faster, and one 1 x 128 operand is enough for it.
 #pragma once
 
 #include "common/numerics/block_rule.h"
@@ -19,10 +20,12 @@ struct BlockCast {
   int64_t rowwise_rows, columnwise_ld;  // rows of rowwise, row length of columnwise
   uint8_t *rowwise, *columnwise;
   float *rowwise_scale_inv, *columnwise_scale_inv, *amax;
-  int64_t block_rows;
+  int64_t block_rows, columnwise_block_rows;
   BlockRule rule;
   // Blocks of 1 x 128: the distance of lines of rowwise scales, and how many of one are written.
   int64_t row_line, row_scales;
+  // A columnwise block of 128 x 128 has its scale at each of the matrix's columns.
+  bool repeats_scales;
 };
 
 // Checks the rowwise copy and returns how many rows it has.
@@ -35,10 +38,13 @@ inline int64_t check_rowwise(const TensorView& rowwise, int64_t rows, int64_t co
   return rows;
 }
 
-// Reads rowwise, rowwise_scale_inv, columnwise, columnwise_scale_inv, amax, block_rows (unless
-// is_1x128), eps and scales. dtype: of the matrix [rows, cols].
+// The arguments of a cast that tell its blocks; others have 1 row.
+enum class BlockArguments { kNone, kColumnwise, kBoth };
+
+// Reads rowwise, rowwise_scale_inv, columnwise, columnwise_scale_inv, amax, block_rows,
+// columnwise_block_rows, eps and scales. dtype: of the matrix [rows, cols].
 inline BlockCast check_block_cast(Args& args, DType dtype, int64_t rows, int64_t cols,
-                                  bool is_1x128 = false) {
+                                  BlockArguments blocks = BlockArguments::kBoth) {
   BlockCast p = {};
   p.rows = rows;
   p.cols = cols;
@@ -47,7 +53,13 @@ inline BlockCast check_block_cast(Args& args, DType dtype, int64_t rows, int64_t
   const TensorView columnwise = args.optional_tensor();
   const TensorView transposed_scales = args.optional_tensor();
   const TensorView amax = args.optional_tensor();
-  p.block_rows = is_1x128 ? 1 : check_block_rows(args);
+  p.block_rows = blocks == BlockArguments::kBoth ? check_block_rows(args) : 1;
+  p.columnwise_block_rows = blocks != BlockArguments::kNone ? check_block_rows(args) : 1;
+  if (p.columnwise_block_rows < p.block_rows)
+    fail(kApexTeValueError,
+         "%s: columnwise_block_rows must be 128 where block_rows is, got 1: blocks of 128 x 128 "
+         "are those of both copies",
+         args.name());
   p.fp8 = rowwise ? rowwise.dtype() : columnwise ? columnwise.dtype() : DType::kOther;
   p.rule = check_block_rule(args, p.fp8, dtype);
   if (!rowwise != !rowwise_scales || !columnwise != !transposed_scales)
@@ -63,7 +75,7 @@ inline BlockCast check_block_cast(Args& args, DType dtype, int64_t rows, int64_t
   if (columnwise) {
     columnwise.has_dtype({DType::kE4M3, DType::kE5M2});
     p.columnwise_ld = check_columnwise(columnwise, p.cols, p.rows);
-    check_block_scales(transposed_scales, p.cols, p.rows, p.block_rows);
+    check_block_scales(transposed_scales, p.cols, p.rows, p.columnwise_block_rows);
   }
   if (rowwise && columnwise) columnwise.has_dtype({p.fp8});
   if (amax) amax.is_scalar(DType::kFloat32);

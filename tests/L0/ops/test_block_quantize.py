@@ -101,6 +101,37 @@ def test_planted_values(device, position, value):
 
 
 @in_pairs(
+    shape=[(1, 1), (130, 257), (9, 4104), (256, 384), (300, 4), (1000, 130)],
+    dtype=DTYPES, fp8=FP8, scales=["pow2", "fp32", "server"], pad=[False, True],
+    rowwise=[False, True],
+)  # fmt: skip
+def test_columnwise_blocks_of_128_rows(device, poison, shape, dtype, fp8, scales, pad, rowwise):
+    x = spread(shape, dtype)
+    amax = torch.zeros(1, device=device)
+    options = {"columnwise_block_rows": 128, "scales": scales}
+    out = block_quantize(
+        x.to(device), fp8, rowwise=rowwise, pad_columnwise=pad, amax=amax, **options
+    )
+    expected = op.reference(x, fp8, **options)
+    if rowwise:
+        assert_same_bits(out[:2], expected[:2])
+    assert_same_bits(out.columnwise[:, : shape[0]].contiguous(), expected.columnwise)
+    assert not codes(out.columnwise)[:, shape[0] :].any()
+    assert_same_bits(out.columnwise_scale_inv, expected.columnwise_scale_inv)
+    assert amax.item() == x.abs().max().item()
+    whole = block_quantize(x.to(device), fp8, block_rows=128, scales=scales, pad_columnwise=pad)
+    assert_same_bits(out[2:], whole[2:])
+
+
+def test_blocks_of_a_copy_are_checked(device):
+    x = torch.randn(4, 8, device=device)
+    with pytest.raises(ValueError, match="columnwise_block_rows must be 1 or 128, got 64"):
+        block_quantize(x, E4M3, columnwise_block_rows=64)
+    with pytest.raises(ValueError, match="columnwise_block_rows must be 128 where block_rows is"):
+        block_quantize(x, E4M3, block_rows=128, columnwise_block_rows=1)
+
+
+@in_pairs(
     block_rows=[1, 128], fp8=FP8, dtype=DTYPES, shape=[(1, 1), (130, 257), (9, 4104), (256, 128)]
 )
 def test_dequantize(device, poison, shape, dtype, fp8, block_rows):

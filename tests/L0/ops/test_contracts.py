@@ -54,10 +54,13 @@ OPEN = {"grad_output": torch.ones(1)}  # of which the contract says nothing
 OPTIONS = {"int": 0, "float": 0.5, "bool": False}
 SPECIAL = {
     "groups": 1, "p": 0.0, "num_experts": MOE["w"], "align_size": 1, "rotary_dim": ROPE["k"],
-    "step": 1, "block_rows": 1, "ranks": 1,
+    "step": 1, "block_rows": 1, "columnwise_block_rows": 1, "b_block_rows": 1, "ranks": 1,
 }  # fmt: skip
 # What a function requires of arguments together: options, and tensors that are left out.
 BLOCKS = [({"block_rows": rows}, ()) for rows in (1, 128)]
+COLUMN_BLOCKS = [({"columnwise_block_rows": rows}, ()) for rows in (1, 128)]
+COPIES = [({"block_rows": rows, "columnwise_block_rows": of_columns}, ())
+          for rows, of_columns in ((1, 1), (1, 128), (128, 128))]  # fmt: skip
 SQUARES = [({"a_block_rows": a, "b_block_rows": b, "k": 300}, ()) for a, b in
            ((1, 1), (1, 128), (128, 1))]  # fmt: skip
 ONE_ADDED = [({}, ("aux",)), ({}, ("c",))]
@@ -69,7 +72,8 @@ GATHERED, GATED = (torch.ones(SIZES["r"], n * SIZES["c"]).half() for n in (1, 2)
 SOURCES = [({"x": GATHERED}, ()), ({"x": GATED}, ("row_of",))]
 GROUPED_CASTS = ["grouped_cast", "grouped_block_cast"]
 FORMS = {
-    "block_quantize": BLOCKS, "block_dequantize": BLOCKS, "fp8_block_accumulate": SQUARES,
+    "block_quantize": COPIES, "swiglu_fwd_block": COLUMN_BLOCKS, "block_dequantize": BLOCKS,
+    "fp8_block_accumulate": SQUARES,
     "fp8_gemm_block": [(options | {"k": GEMM["k"]}, ()) for options, _ in SQUARES],
     "fp8_gemm": ONE_ADDED, "fp8_gemm_epilogue": ONE_ADDED, "rope_fwd": ANGLES, "rope_bwd": ANGLES,
     "multi_tensor_sgd": [({"momentum": 0.0}, ())], "moe_permute_map": ROUTES,

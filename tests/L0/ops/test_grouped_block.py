@@ -35,26 +35,36 @@ def assert_cast(out, x, splits, dtype, **options):
             data = out.columnwise.view(torch.uint8)[:, column : column + width]
             assert torch.equal(data[:, :count], own.columnwise.view(torch.uint8))
             assert not data[:, count:].any()
-            lines = max(1, len(own.columnwise_scale_inv))
+            scales = own.columnwise_scale_inv
+            if options.get("columnwise_block_rows") == 128:  # each column has that of its block
+                tiles = scales[:, : -(-count // 128)].t().repeat_interleave(128, 1)[:, : x.shape[1]]
+                scales = torch.nn.functional.pad(tiles, (0, -x.shape[1] % 4), value=1.0)
+            lines = max(1, len(scales))
             found = out.scale_inv[line : line + lines]
             if count:
-                assert_same_bits([found], [own.columnwise_scale_inv])
+                assert_same_bits([found], [scales.contiguous()])
             else:
                 assert (found == 1).all()
         begin, column = begin + count, column + width
 
 
+@pytest.mark.parametrize("block_rows", [1, 128])
 @pytest.mark.parametrize("cols", [128, 40, 300, 1])
 @layouts
-def test_rows(device, poison, rows, splits, cols):
+def test_rows(device, poison, rows, splits, cols, block_rows):
     x = nan_behind(torch.randn(rows, cols, device=device) * 3, splits)
-    out = grouped_quantize.block_quantize_groups(x, made(rows, splits, device), E4M3)
-    assert_cast(out, x, splits, E4M3)
+    options = {"columnwise_block_rows": block_rows}
+    out = grouped_quantize.block_quantize_groups(x, made(rows, splits, device), E4M3, **options)
+    assert_cast(out, x, splits, E4M3, **options)
 
 
 @pytest.mark.parametrize("copies", [(True, False), (False, True)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("options", [{"pow2": False}, {"eps": 2.0}, {"scales": "server"}])
+@pytest.mark.parametrize(
+    "options",
+    [{"pow2": False}, {"eps": 2.0}, {"scales": "server"},
+     {"scales": "server", "columnwise_block_rows": 128}],
+)  # fmt: skip
 def test_options_of_rows(device, poison, copies, dtype, options):
     splits = [130, 0, 5, 257]
     x = torch.randn(400, 264, device=device).to(dtype)
@@ -138,21 +148,24 @@ def test_multiply(device, poison, rows, splits, n, k, pair):
 
 @pytest.mark.parametrize(("m", "n"), [(48, 40), (1, 8), (129, 264), (300, 520), (256, 256)])
 @pytest.mark.parametrize("wide", [True, False])
+@pytest.mark.parametrize("block_rows", [1, 128])
 @pytest.mark.parametrize(
     ("rows", "splits"),
     [(1600, [128, 0, 16, 300, 1000, 97]), *(case for case in LAYOUTS if case[0] < 1000)],
     ids=lambda v: str(v)[:24],
 )
-def test_contract(device, poison, rows, splits, m, n, wide):
+def test_contract(device, poison, rows, splits, m, n, wide, block_rows):
     if m > 48 and rows != 1600:
         pytest.skip("one layout for each large size")
     a, b = (spread(width, rows).t().contiguous().to(device) for width in (m, n))
     a, b = nan_behind(a, splits), nan_behind(b, splits)
     groups = made(rows, splits, device)
     x = grouped_quantize.block_quantize_groups(a, groups, E5M2, rowwise=False)
-    y = grouped_quantize.block_quantize_groups(b, groups, E4M3, rowwise=False)
+    y = grouped_quantize.block_quantize_groups(
+        b, groups, E4M3, rowwise=False, columnwise_block_rows=block_rows
+    )
     out = grouped_gemm.block_contract_groups(
-        x.columnwise, x.scale_inv, y.columnwise, y.scale_inv, groups, wide
+        x.columnwise, x.scale_inv, y.columnwise, y.scale_inv, groups, wide, b_block_rows=block_rows
     )
     assert out.dtype is (torch.float32 if wide else torch.bfloat16)
     begin = 0
@@ -163,7 +176,7 @@ def test_contract(device, poison, rows, splits, m, n, wide):
             assert not out[g].any()
             continue
         left = exact(a[own].t().contiguous(), E5M2)
-        right = exact(b[own].t().contiguous(), E4M3).t()
+        right = exact(b[own].t().contiguous(), E4M3, block_rows).t()
         rounding = 2.0**-20 if wide else ROUNDING
         assert_close(out[g], left @ right, left.abs() @ right.abs(), rounding)
 

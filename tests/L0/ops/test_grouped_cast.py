@@ -412,7 +412,7 @@ def test_forged_tables(kind, interleaved):
         row, col, scale_inv, of_rows = one
         op._cast(*args, table, scales(2, device), scale_inv, row, col, of_rows, amax, None, False)
         row, col, col_scales, row_scales = blocks
-        op._block_cast(*args, table, row, row_scales, col, col_scales, 0.0, 1)
+        op._block_cast(*args, table, row, row_scales, col, col_scales, 1, 0.0, 1)
         assert not amax.isnan().any()
         for check in (*checks, *more, *([check_lines] if kind == "gradient" else ())):
             check()

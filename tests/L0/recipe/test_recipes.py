@@ -53,6 +53,8 @@ def test_rules_of_block_scales():
         assert BlockScaling(scales=scales, pow2=pow2) == made
         if pow2 is not None:
             assert dataclasses.replace(BlockScaling(scales="server"), pow2=pow2) == made
+    with pytest.raises(ValueError, match="BlockScaling: wgrad_input must be '1x128' or '128x128'"):
+        BlockScaling(wgrad_input="1x32")
     server = BlockScaling(scales="server")
     assert (server.scales, server.pow2, server.eps) == ("server", False, 0.0)
     assert dataclasses.replace(server, eps=1.0).scales == "server"
