@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ....runtime.tracing import is_traced
 from ..backends import attend
 from ..candidates import Options, Path
 from ..choice import choose
@@ -99,14 +100,46 @@ def plan(
                     f"of {ranks.size} ranks, got {x.shape[time]} tokens"
                 )
     if ranks.comm_type == "a2a":
-        return _a2a(owner, ranks, q, k, v, bias, request, route)
-    found = _all_gather(owner, ranks, q, k, v, bias, request, options, is_self, see)
-    if with_max:
-        found = _with_largest(owner, ranks, found)
-    if ranks.comm_type == "all_gather":
+        found = _a2a(owner, ranks, q, k, v, bias, request, route)
+    else:
+        found = _all_gather(owner, ranks, q, k, v, bias, request, options, is_self, see)
+        if with_max:
+            found = _with_largest(owner, ranks, found)
+        if ranks.comm_type != "all_gather":
+            reason = f"all_gather serves cp_comm_type {ranks.comm_type!r}; {found.path.reason}"
+            found = found._replace(path=found.path._replace(reason=reason))
+    if torch.compiler.is_compiling() or is_traced():
         return found
-    reason = f"all_gather serves cp_comm_type {ranks.comm_type!r}; {found.path.reason}"
-    return found._replace(path=found.path._replace(reason=reason))
+    return _comparing(owner, ranks, found, request, options, with_max)
+
+
+def _comparing(
+    owner: str, ranks: ContextRanks, plan: Plan, request: Request, options: Options, with_max: bool
+) -> Plan:
+    """Returns a plan whose function first compares over ranks what decides on collectives."""
+    attend = plan.run
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Any, sink: Any) -> Any:
+        if not (q.is_cuda and torch.cuda.is_current_stream_capturing()):
+            given = {"query_layer": q, "key_layer": k, "value_layer": v}
+            shapes = {f"{name} shape": tuple(x.shape) for name, x in given.items()}
+            grads = torch.is_grad_enabled() and any(x.requires_grad for x in given.values())
+            values: dict[str, object] = {
+                **shapes,
+                "dtype": q.dtype,
+                "gradients": grads,
+                "cp_comm_type": ranks.comm_type,
+                "qkv_format": request.layout,
+                "attn_mask_type": request.kind.name,
+                "window_size": request.size,
+                "bias": "alibi" if request.has_alibi else bias is not None,
+                "return_max_logit": with_max,
+                "batch_invariant": options.independent_rows,
+            }
+            ranks.compare(owner, values, q.device)
+        return attend(q, k, v, bias, sink)
+
+    return plan._replace(run=run)
 
 
 def _with_largest(owner: str, ranks: ContextRanks, plan: Plan) -> Plan:
