@@ -54,25 +54,19 @@ def _check_kind(layer_type: str, parallel_attention_mlp: bool, post_norm: bool) 
         )
 
 
-def _check_attention(module: Any, layout: str, has_norm: bool, post_norm: bool) -> None:
-    """Checks that a module given as ``self_attention`` fits the layer."""
+def _check_attention(module: Any, wanted: dict[str, Any]) -> None:
+    """Checks that a module given as ``self_attention`` has what the layer has by these names."""
     if not isinstance(module, (MultiheadAttention, MultiLatentAttention)):
         raise TypeError(
             f"{_NAME}: self_attention must be a MultiLatentAttention, a MultiheadAttention or "
             f"None, got {type(module).__name__}"
         )
-    actual = {
-        "qkv_format": module.qkv_format,
-        "input_layernorm": module.input_layernorm,
-        "return_layernorm_output": getattr(module, "return_layernorm_output", False),
-    }
-    wanted = {"qkv_format": layout, "input_layernorm": has_norm}
-    wanted["return_layernorm_output"] = post_norm and has_norm
     for key, value in wanted.items():
-        if actual[key] != value:
+        actual = getattr(module, key, False)
+        if actual != value:
             raise ValueError(
                 f"{_NAME}: self_attention must have {key} {value!r} with the layer's options, "
-                f"got {actual[key]!r}"
+                f"got {actual!r}"
             )
 
 
@@ -104,6 +98,8 @@ class TransformerLayer(CompositeModule):
             attention. Type None means ``"padding"`` in calls with ``enc_dec_attn_mask`` or
             ``cu_seqlens_kv``, else ``"no_mask"``.
         softmax_type: as in ``DotProductAttention``, for self and cross attention.
+        return_max_logit: forward also returns the largest logit of each of this rank's heads, as
+            ``DotProductAttention`` does.
         apply_query_key_layer_scaling: see ``DotProductAttention``. It changes only roundings.
         attention_softmax_in_fp32: accepted without effect; the softmax always computes in fp32.
         seq_length, micro_batch_size: accepted hints without effect.
@@ -125,7 +121,8 @@ class TransformerLayer(CompositeModule):
             draws inside its ``fork()``.
         self_attention: the layer's ``MultiLatentAttention`` or ``MultiheadAttention``, whose own
             options replace those above for it; None makes the latter. Its ``qkv_format`` and its
-            ``input_layernorm`` must be ``attn_input_format`` and ``not output_layernorm``.
+            ``input_layernorm`` must be ``attn_input_format`` and ``not output_layernorm``, its
+            ``return_max_logit`` that of the layer.
         name: names the module in reports.
         set_parallel_mode: split heads and ``ffn_hidden_size`` over the ranks of ``tp_group``.
         sequence_parallel, tp_group, tp_size: as in ``Linear``. With sequence_parallel the hidden
@@ -190,6 +187,7 @@ class TransformerLayer(CompositeModule):
         qk_norm_before_rope: bool = False,
         rotary_pos_interleaved: bool = False,
         softmax_type: str = "vanilla",
+        return_max_logit: bool = False,
         name: str | None = None,
         device: torch.device | str | int | None = None,
         activation_params: dict[str, float] | None = None,
@@ -260,6 +258,7 @@ class TransformerLayer(CompositeModule):
             "qk_norm_before_rope": qk_norm_before_rope,
             "rotary_pos_interleaved": rotary_pos_interleaved,
             "softmax_type": softmax_type,
+            "return_max_logit": return_max_logit,
             **shared,
         }
         if self_attention is None:
@@ -273,7 +272,10 @@ class TransformerLayer(CompositeModule):
                 **attention,
             )
         else:
-            _check_attention(self_attention, attn_input_format, not output_layernorm, post_norm)
+            wanted = {"qkv_format": attn_input_format, "input_layernorm": not output_layernorm}
+            wanted["return_layernorm_output"] = post_norm and not output_layernorm
+            wanted["return_max_logit"] = bool(return_max_logit)
+            _check_attention(self_attention, wanted)
         self.self_attention: Any = self_attention
         if is_decoder:
             self.inter_attention = self._classes["attention"](
@@ -355,8 +357,11 @@ class TransformerLayer(CompositeModule):
         max_seqlen_kv: int | None = None,
         cu_seqlens_q_padded: torch.Tensor | None = None,
         cu_seqlens_kv_padded: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Applies the layer; returns a tensor of the shape of ``hidden_states``.
+
+        With ``return_max_logit`` it returns that and the largest logits of self attention, [h], in
+        a decoder then those of cross attention.
 
         Args:
             hidden_states: [s, b, h], [b, s, h] or [t, h], depending on ``attn_input_format``, in
@@ -408,7 +413,9 @@ class TransformerLayer(CompositeModule):
             attention, mlp = self.self_attention, self.layernorm_mlp
             out: Any
             residual: Any
+            largest: list[torch.Tensor] = []
             out, residual = _attended(
+                largest,
                 attention,
                 (
                     hidden_states, attention_mask, None, self_attn_mask_type, window_size,
@@ -422,7 +429,7 @@ class TransformerLayer(CompositeModule):
             )  # fmt: skip
             if self.parallel_attention_mlp:
                 out = out + mlp(hidden_states, is_first_microbatch)
-                return self._finish(self._add(out, None, residual, samples))
+                return self._finish(self._add(out, None, residual, samples), largest)
             x, bias, norm = _unpacked(out, attention)
             if norm is not None:
                 residual = norm
@@ -435,6 +442,7 @@ class TransformerLayer(CompositeModule):
                 if kind is None and enc_dec_attn_mask is None and cu_seqlens_kv is None:
                     kind = "no_mask"
                 out, residual = _attended(
+                    largest,
                     cross,
                     (
                         hidden_states, enc_dec_attn_mask, encoder_output, kind, enc_dec_window_size,
@@ -467,7 +475,8 @@ class TransformerLayer(CompositeModule):
             x, bias, norm = _unpacked(out, mlp)
             if norm is not None:
                 residual = norm
-            return self._finish(x if residual is None else self._add(x, bias, residual, samples))
+            x = x if residual is None else self._add(x, bias, residual, samples)
+            return self._finish(x, largest)
         except VAGUE as error:
             call = {
                 "hidden_states": hidden_states, "encoder_output": encoder_output,
@@ -500,9 +509,10 @@ class TransformerLayer(CompositeModule):
         """Returns True if dropout or drop path now acts on the results of attention and MLP."""
         return self.training and (self.hidden_dropout > 0.0 or self.drop_path_rate > 0.0)
 
-    def _finish(self, out: torch.Tensor) -> torch.Tensor:
-        """Returns ``out``, normalised with ``output_layernorm``."""
-        return self.layernorm(out) if self.output_layernorm else out
+    def _finish(self, out: torch.Tensor, largest: list[torch.Tensor]) -> Any:
+        """Returns what ``forward`` returns: ``out``, normalised with ``output_layernorm``."""
+        out = self.layernorm(out) if self.output_layernorm else out
+        return (out, *largest) if largest else out
 
     def _add(
         self,
@@ -565,17 +575,30 @@ class TransformerLayer(CompositeModule):
 
 
 def _attended(
-    attention: Any, arguments: tuple[Any, ...], return_residual: bool, add_residual: bool
+    largest: list[torch.Tensor],
+    attention: Any,
+    arguments: tuple[Any, ...],
+    return_residual: bool,
+    add_residual: bool,
 ) -> tuple[Any, torch.Tensor | None]:
-    """Calls ``forward_with_residual`` of an attention module, or the module if that must see it."""
+    """Calls ``forward_with_residual`` of an attention module, or the module if that must see it.
+
+    Appends the largest logits that it returns to ``largest``.
+    """
     if takes_residual(attention):
-        return attention.forward_with_residual(
+        out, residual = attention.forward_with_residual(
             *arguments, return_residual=return_residual, add_residual=add_residual
         )
-    hidden_states, *rest = arguments
-    # By name, since subclasses have further arguments between these.
-    given = {n: v for n, v in zip(_ATTENTION, rest, strict=True) if v is not None}
-    return attention(hidden_states, **given), hidden_states
+    else:
+        hidden_states, *rest = arguments
+        # By name, since subclasses have further arguments between these.
+        given = {n: v for n, v in zip(_ATTENTION, rest, strict=True) if v is not None}
+        out, residual = attention(hidden_states, **given), hidden_states
+    if attention.return_max_logit:
+        *found, most = out
+        largest.append(most)
+        out = found[0] if len(found) == 1 else tuple(found)
+    return out, residual
 
 
 def _unpacked(

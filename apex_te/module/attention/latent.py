@@ -80,6 +80,8 @@ class MultiLatentAttention(CompositeModule):
         normalization, layernorm_epsilon, zero_centered_gamma: options of all norms, as in
             ``LayerNormLinear``.
         bias: down projections and the output projection have biases.
+        return_max_logit: also return the largest logit of each of this rank's heads, as
+            ``DotProductAttention`` does.
         recompute_up_proj: compute queries, keys and values again in backward, from the latents,
             instead of saving them; not with padding masks, which move them first.
         init_method, output_layer_init_method: fill the new weights of the projections, and of the
@@ -134,6 +136,7 @@ class MultiLatentAttention(CompositeModule):
         zero_centered_gamma: bool = False,
         bias: bool = False,
         qkv_format: str = "sbhd",
+        return_max_logit: bool = False,
         recompute_up_proj: bool = False,
         fuse_wgrad_accumulation: bool = False,
         get_rng_state_tracker: Callable[[], Any] | None = None,
@@ -188,6 +191,7 @@ class MultiLatentAttention(CompositeModule):
             "softmax_scale": softmax_scale,
             "get_rng_state_tracker": get_rng_state_tracker,
             "layer_number": layer_number,
+            "return_max_logit": return_max_logit,
         }
         self.core_attention = DotProductAttention(own_heads, (head, v_head_dim), **core)
         # Of one key and value, the latent, for all heads.
@@ -287,8 +291,10 @@ class MultiLatentAttention(CompositeModule):
         max_seqlen_kv: int | None = None,
         cu_seqlens_q_padded: torch.Tensor | None = None,
         cu_seqlens_kv_padded: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Applies the module; returns [..., hidden_size] in the layout of ``hidden_states``.
+
+        With ``return_max_logit`` it returns that and the largest logits, [h].
 
         Args:
             hidden_states: [s, b, hidden_size], [b, s, hidden_size] or [t, hidden_size], depending
@@ -335,8 +341,11 @@ class MultiLatentAttention(CompositeModule):
                 context = self._attend(*args)
             else:
                 context = self._attend_cached(inference_params, *args)
+            largest = None
+            if self.return_max_logit:
+                context, largest = context
             out: torch.Tensor = self.linear_proj(context, is_first_microbatch=is_first_microbatch)
-            return out
+            return out if largest is None else (out, largest)
         except VAGUE as error:
             call = {
                 "hidden_states": hidden_states, "encoder_output": None,
@@ -347,6 +356,7 @@ class MultiLatentAttention(CompositeModule):
             raise
 
     # Positions of a call's tokens are counted as there, and context-parallel ranks set.
+    return_max_logit: Any = MultiheadAttention.return_max_logit
     _rotation: Any = MultiheadAttention._rotation
     _own_rotation: Any = MultiheadAttention._own_rotation
     set_context_parallel_group: Any = MultiheadAttention.set_context_parallel_group
@@ -424,24 +434,21 @@ class MultiLatentAttention(CompositeModule):
         turn: Turn | None,
         is_first_microbatch: bool | None,
         options: dict[str, Any],
-    ) -> torch.Tensor:
-        """Returns attention's result [..., h * v_head_dim] of the tokens of a call."""
+    ) -> Any:
+        """Returns what ``core_attention`` returns for the tokens of a call."""
 
         def heads() -> tuple[torch.Tensor, ...]:
             return self.heads(q, latent, pe, turn, is_first_microbatch)
 
-        out: torch.Tensor
         if not (self.recompute_up_proj and torch.is_grad_enabled()) or q.is_meta:
-            out = self.core_attention(*heads(), **options)
-        elif torch.compiler.is_compiling() or is_traced():
+            return self.core_attention(*heads(), **options)
+        if torch.compiler.is_compiling() or is_traced():
             # A graph repeats whatever it does not save, here the attention, too.
-            out = checkpoint(lambda: self.core_attention(*heads(), **options), use_reentrant=False)
-        else:
-            recomputed = Recomputed((self._query_layer(), self.linear_kv_up_proj), heads)
-            with recomputed.saving():
-                assert recomputed.results is not None
-                out = self.core_attention(*recomputed.results, **options)
-        return out
+            return checkpoint(lambda: self.core_attention(*heads(), **options), use_reentrant=False)
+        recomputed = Recomputed((self._query_layer(), self.linear_kv_up_proj), heads)
+        with recomputed.saving():
+            assert recomputed.results is not None
+            return self.core_attention(*recomputed.results, **options)
 
     def _attend_cached(
         self,
@@ -452,7 +459,7 @@ class MultiLatentAttention(CompositeModule):
         turn: Turn | None,
         is_first_microbatch: bool | None,
         options: dict[str, Any],
-    ) -> torch.Tensor:
+    ) -> Any:
         """Does what ``_attend`` does, and the tokens also attend to the cached ones."""
         if is_batch_invariant():
             raise NotImplementedError(
@@ -466,12 +473,10 @@ class MultiLatentAttention(CompositeModule):
         )
         mask_type = options["attn_mask_type"] or self.core_attention.attn_mask_type
         options = options | step_options(_NAME, cached, mask_type)
-        out: torch.Tensor
         if is_first:
             query, keys, values = self.heads(q, latent, pe, turn, is_first_microbatch)
             query = without_gradient(_NAME, query, self.training)
-            out = self.core_attention(query, keys, values, **options)
-            return out
+            return self.core_attention(query, keys, values, **options)
         query = without_gradient(_NAME, self.queries(q, is_first_microbatch), self.training)
         query = rotated_queries(query, self.qk_head_dim, form, turn)
         weight: Any = self.linear_kv_up_proj.weight
@@ -480,12 +485,15 @@ class MultiLatentAttention(CompositeModule):
         if not is_absorbing_faster(tokens, size, inner):
             kv = functional.linear(keys[..., 0, :size], plain_weight(weight, keys.dtype))
             kv, pe = kv.unflatten(-1, (-1, inner)), keys[..., 0, size:]
-            out = self.core_attention(*latent_heads(query, kv, pe, form, None), **options)
-            return out
+            return self.core_attention(*latent_heads(query, kv, pe, form, None), **options)
+        largest: list[torch.Tensor] = []
 
         def attend(absorbed: torch.Tensor, rotated: torch.Tensor) -> torch.Tensor:
             joined = torch.cat((absorbed, rotated), -1)
-            found: torch.Tensor = self.latent_attention(joined, keys, keys[..., :size], **options)
+            found: Any = self.latent_attention(joined, keys, keys[..., :size], **options)
+            if self.return_max_logit:
+                found, *largest[:] = found
             return found.view(absorbed.shape)
 
-        return attend_to_latents(attend, query, weight, self.qk_pos_emb_head_dim)
+        out = attend_to_latents(attend, query, weight, self.qk_pos_emb_head_dim)
+        return (out, *largest) if largest else out

@@ -85,6 +85,8 @@ class MultiheadAttention(CompositeModule):
             ``LayerNormLinear``.
         return_layernorm_output: also return the output of the input's norm.
         return_bias: also return the output projection's bias, which is then not added.
+        return_max_logit: also return the largest logit of each of this rank's heads, as
+            ``DotProductAttention`` does.
         bias: projections have biases.
         fuse_qkv_params: one parameter for all projections of an input; else one for each
             (``query_weight``, ``key_weight``, ``value_weight``, and ``query_bias`` etc.).
@@ -141,6 +143,7 @@ class MultiheadAttention(CompositeModule):
         qkv_format: str = "sbhd",
         softmax_scale: float | None = None,
         softmax_type: str = "vanilla",
+        return_max_logit: bool = False,
         apply_query_key_layer_scaling: bool = False,
         qk_norm_type: str | None = None,
         qk_norm_eps: float = 1e-6,
@@ -208,6 +211,7 @@ class MultiheadAttention(CompositeModule):
             attention_type=attention_type,
             softmax_scale=softmax_scale,
             softmax_type=softmax_type,
+            return_max_logit=return_max_logit,
             apply_query_key_layer_scaling=apply_query_key_layer_scaling,
             tp_group=tp_group if set_parallel_mode else None,
             tp_size=ranks,
@@ -276,6 +280,11 @@ class MultiheadAttention(CompositeModule):
                 tag(parameter, None, True)
         return q_norm, k_norm
 
+    @property
+    def return_max_logit(self) -> bool:
+        """Forward also returns the largest logit of each head."""
+        return bool(self.core_attention.return_max_logit)
+
     def set_context_parallel_group(
         self,
         cp_group: Any,
@@ -343,9 +352,9 @@ class MultiheadAttention(CompositeModule):
                 cu_seqlens_kv_padded: as in ``DotProductAttention.forward``.
 
         Returns:
-            ``out``; ``(out, bias)`` with ``return_bias``, ``(out, norm)`` with
-            ``return_layernorm_output`` and ``input_layernorm``, ``(out, bias, norm)`` with all
-            three.
+            ``out``, or a tuple of it and, in this order: the bias with ``return_bias``; the norm's
+            output with ``return_layernorm_output`` and ``input_layernorm``; the largest logits, [h]
+            in the dtype of the queries, with ``return_max_logit``.
 
         Raises:
             TypeError: a tensor has another dtype than those above.
@@ -465,15 +474,19 @@ class MultiheadAttention(CompositeModule):
             checkpoint_core_attention=checkpoint_core_attention,
             cu_seqlens_q_padded=cu_seqlens_q_padded, cu_seqlens_kv_padded=cu_seqlens_kv_padded,
         )  # fmt: skip
+        more: list[Any] = []
+        if self.return_max_logit:
+            context, *more = context
         proj: Any = self.proj
         if add_residual and type(proj) is self._linear and not is_observed(proj):
-            return proj.forward_adding(context, residual, is_first_microbatch)
-        projected = proj(context, is_first_microbatch=is_first_microbatch)
-        if not self.return_layernorm_output or not self.input_layernorm:
-            return projected, residual
-        if self.return_bias:
-            return (*projected, norm), residual
-        return (projected, norm), residual
+            projected, residual = proj.forward_adding(context, residual, is_first_microbatch)
+        else:
+            projected = proj(context, is_first_microbatch=is_first_microbatch)
+        if self.return_layernorm_output and self.input_layernorm:
+            more.insert(0, norm)
+        if more:
+            projected = (*projected, *more) if self.return_bias else (projected, *more)
+        return projected, residual
 
     def _to_heads(
         self,

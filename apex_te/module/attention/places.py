@@ -78,23 +78,24 @@ def padding_behind(padded: torch.Tensor, batch: int, sequence_first: bool) -> Pl
         batch: number of sequences.
         sequence_first: tokens are [s, batch] in memory, not [batch, s].
     """
-    found: Places = _shared(_padding_behind, padded, batch, sequence_first)
+    found: Places = shared(_padding_behind, padded, batch, sequence_first)
     return found
 
 
 def without_padding(padded: torch.Tensor, batch: int, sequence_first: bool) -> Packed:
     """Returns the packed tokens of all sequences; see ``padding_behind``."""
-    found: Packed = _shared(_without_padding, padded, batch, sequence_first)
+    found: Packed = shared(_without_padding, padded, batch, sequence_first)
     return found
 
 
-_MOST_SHARED = 4  # masks of queries and of keys, of an encoder and of a decoder
+# Masks of queries and of keys, of an encoder and of a decoder; with context-parallel ranks also
+# of two chunks, which come from a mask themselves.
+_MOST_SHARED = 8
 _made: list[tuple[weakref.ref, tuple[Any, ...], Any]] = []
 
 
-def _shared(
-    make: Callable[[torch.Tensor, int, bool], Any], padded: torch.Tensor, *options: Any
-) -> Any:
+def shared(make: Callable[..., Any], padded: torch.Tensor, *options: Any) -> Any:
+    """Returns ``make(padded, *options)``, of an earlier call if ``padded`` is unchanged since."""
     shareable = not (is_traced() or torch.compiler.is_compiling() or padded.is_inference())
     if shareable and padded.is_cuda:
         # A captured graph keeps no memory of others, and its mask may change between replays.

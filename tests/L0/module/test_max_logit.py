@@ -5,6 +5,7 @@ import torch
 from attention_cases import B, D, H, hides, padding_masks, tensors
 from checks import in_pairs
 
+import apex_te
 from apex_te.module.attention import max_logit
 from apex_te.module.attention.alibi import standard_slopes
 from apex_te.module.attention.dot_product import DotProductAttention
@@ -106,3 +107,118 @@ def test_compiles(kind):
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
     for x, y in zip(compiled(q, q, q, mask), module(q, q, q, mask), strict=True):
         torch.testing.assert_close(x, y)
+
+
+W = 16  # width of the layers
+
+
+def _of_core(module, run):
+    """What ``run()`` returns, and the largest logits that each core attention returned in it."""
+    cores = [m for m in module.modules() if isinstance(m, DotProductAttention)]
+    found = []
+    hooks = [m.register_forward_hook(lambda m, args, out: found.append(out[1])) for m in cores]
+    try:
+        return run(), found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _pair(make, device):
+    """A module that returns the largest logits, and one that does not, of the same weights."""
+    modules = [make(return_max_logit=value, device=device) for value in (True, False)]
+    modules[1].load_state_dict(modules[0].state_dict())
+    assert [m.return_max_logit for m in modules if hasattr(m, "return_max_logit")] != [False, True]
+    return modules
+
+
+@pytest.mark.parametrize("return_bias", [False, True])
+@pytest.mark.parametrize("norm", [None, "input", "returned"])
+@pytest.mark.parametrize("attention_type", ["self", "cross"])
+def test_multihead(return_bias, norm, attention_type, device):
+    """The largest logits are last, and other results and gradients are those without them."""
+    module, plain = _pair(
+        lambda **options: apex_te.MultiheadAttention(
+            W, 4, num_gqa_groups=2, return_bias=return_bias, input_layernorm=norm is not None,
+            return_layernorm_output=norm == "returned", attention_type=attention_type,
+            qk_norm_type="RMSNorm", attention_dropout=0.0, **options,
+        ),
+        device,
+    )  # fmt: skip
+    x = torch.randn(6, 2, W, device=device, requires_grad=True)
+    given = {"encoder_output": x.detach() * 2} if attention_type == "cross" else {}
+    (*found, largest), cores = _of_core(module, lambda: module(x, **given))
+    expected = plain(x, **given)
+    expected = expected if isinstance(expected, tuple) else (expected,)
+    assert torch.equal(largest, cores[0])
+    assert len(found) == len(expected) == 1 + return_bias + (norm == "returned")
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+    again, other = module(x, **given), plain(x, **given)
+    assert torch.equal(again[-1], largest)
+    grads = [
+        torch.autograd.grad((y[0] if isinstance(y, tuple) else y).sum(), x) for y in (again, other)
+    ]
+    assert torch.equal(*(g[0] for g in grads))
+
+
+@pytest.mark.parametrize("kind", ["layer", "bias", "post", "parallel", "decoder", "latent"])
+@pytest.mark.parametrize("watched", [False, True])
+def test_layer(kind, watched, device):
+    options = {
+        "layer": {"bias": False}, "bias": {"hidden_dropout": 0.0},
+        "post": {"apply_residual_connection_post_layernorm": True, "output_layernorm": True},
+        "parallel": {"parallel_attention_mlp": True}, "decoder": {"layer_type": "decoder"},
+        "latent": {},
+    }[kind]  # fmt: skip
+
+    def make(return_max_logit, device):
+        given = dict(options)
+        if kind == "latent":
+            given["self_attention"] = apex_te.MultiLatentAttention(
+                W, 4, kv_lora_rank=8, qk_head_dim=4, qk_pos_emb_head_dim=4, v_head_dim=4,
+                input_layernorm=True, return_max_logit=return_max_logit, device=device,
+            )  # fmt: skip
+        given = {"hidden_dropout": 0.0, "attention_dropout": 0.0} | given
+        return apex_te.TransformerLayer(
+            W, 2 * W, 4, return_max_logit=return_max_logit, device=device, **given
+        )
+
+    module, plain = _pair(make, device)
+    x = torch.randn(6, 2, W, device=device)
+    given = {"encoder_output": x * 2} if kind == "decoder" else {}
+    if watched:  # the layer then calls the module of attention itself
+        module.self_attention.register_forward_hook(lambda *args: None)
+    (out, *largest), cores = _of_core(module, lambda: module(x, **given))
+    assert torch.equal(out, plain(x, **given))
+    assert len(largest) == len(cores) == 1 + (kind == "decoder")
+    assert all(map(torch.equal, largest, cores))
+
+
+def test_layer_refuses_an_attention_that_returns_another_number():
+    inner = apex_te.MultiheadAttention(W, 4, input_layernorm=True, return_max_logit=True)
+    with pytest.raises(ValueError, match="self_attention must have return_max_logit False with"):
+        apex_te.TransformerLayer(W, W, 4, self_attention=inner)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_latent_attention_with_and_without_a_cache(recompute, device):
+    """Of tokens that attend to latents the logits are those of keys computed from them."""
+    torch.manual_seed(0)
+    module = apex_te.MultiLatentAttention(
+        W, 2, kv_lora_rank=16, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=8, layer_number=1,
+        return_max_logit=True, recompute_up_proj=recompute, device=device,
+    )  # fmt: skip
+    x = torch.randn(5, 2, W, device=device)
+    out, largest = module(x)
+    out.sum().backward()
+    _, cores = _of_core(module, lambda: module(x))
+    torch.testing.assert_close(largest, cores[0])
+    module.eval()
+    params = apex_te.InferenceParams(2, 8)
+    found = []
+    with torch.no_grad():
+        for i in range(5):
+            found.append(module(x[i : i + 1], inference_params=params)[1])
+            params.sequence_len_offset += 1
+    torch.testing.assert_close(torch.stack(found).amax(0), largest)

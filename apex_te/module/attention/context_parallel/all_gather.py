@@ -1,4 +1,4 @@
-"""Attention of a rank's tokens to the keys of all ranks, by masks or in packed sequences.
+"""Attention of a rank's tokens to the keys of all ranks: by masks, packed or without padding.
 
 What ``pieces`` cannot compute: here autograd joins functions that know nothing of ranks.
 """
@@ -11,9 +11,12 @@ from typing import Any
 import torch
 
 from ....ops.binding import OpFunction
+from ..backends import attend
 from ..candidates import Options, Path
+from ..choice import choose, packs
 from ..masks import MASK_TYPES, MaskType, Visibility, band
 from ..packed import Packing, attend_packed, choose_packed, gaps_of
+from ..places import shared
 from .ranks import ContextRanks
 from .split import PackedZigZag
 
@@ -82,6 +85,68 @@ def seen_by_rank(
     return Visibility(
         hidden=hidden, fully_masked_queries=rows_of(seen.fully_masked_queries, ranks, size)
     )
+
+
+def without_padding(
+    seen: Visibility,
+    ranks: ContextRanks,
+    options: Options,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+) -> tuple[Path, list[Visibility]] | None:
+    """Returns the path of this rank's queries and what equal parts of them see, if that packs them.
+
+    It does if ``seen`` hides padded tokens, and of causal attention later ones, and nothing else.
+
+    Args:
+        q: this rank's, [b, h, s, d].
+        k, v: of whole sequences.
+    """
+    padded, keys = seen.fully_masked_queries, seen.hidden
+    if padded is None or keys is None or keys.shape[2] > 1 or not packs(q, k, v, options):
+        return None
+    if seen.causal is None:
+        queries = rows_of(padded, ranks, q.shape[2] // 2)
+        assert queries is not None
+        parts = [Visibility(window=(-1, -1), packed=(queries.mT, keys))]
+    elif seen.padded is None:  # then the last query may not be the last key
+        return None
+    else:
+        masks = shared(_chunk_masks, seen.padded, *ranks.chunks, q.shape[2] // 2)
+        parts = [Visibility(window=(-1, 0), packed=pair) for pair in masks]
+    return choose(q, k, v, parts[0], None, options), parts
+
+
+def _chunk_masks(
+    padded: torch.Tensor, first: int, second: int, size: int
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Returns masks of two chunks' queries that are padded, and of keys, too, or after the chunk.
+
+    Without these tokens, the last query of a chunk is the last key.
+    """
+    place = torch.arange(padded.shape[3], device=padded.device)
+    return [
+        (padded[..., n * size : (n + 1) * size], padded | (place >= (n + 1) * size))
+        for n in (first, second)
+    ]
+
+
+def attend_by_parts(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    path: Path,
+    parts: list[Visibility],
+    options: Options,
+    sink: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attends with equal parts of the queries, each of which sees other keys."""
+    found = [
+        attend(each, k, v, None, path, seen, options, sink=sink)
+        for each, seen in zip(q.chunk(len(parts), 2), parts, strict=True)
+    ]
+    return found[0] if len(found) == 1 else torch.cat(found, 2)
 
 
 def packed_attention(

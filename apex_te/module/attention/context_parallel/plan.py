@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ....runtime.tracing import is_traced
 from ..backends import attend
 from ..candidates import Options, Path
 from ..choice import choose
@@ -14,7 +15,14 @@ from ..masks import Mask, MaskType, Visibility
 from ..max_logit import max_logit
 from ..packed import packing
 from .a2a import own_heads, to_heads, to_tokens
-from .all_gather import gather_rows, packed_attention, rows_of, seen_by_rank
+from .all_gather import (
+    attend_by_parts,
+    gather_rows,
+    packed_attention,
+    rows_of,
+    seen_by_rank,
+    without_padding,
+)
 from .meeting import Everything, Meeting, Neighbourhood
 from .pieces import Piece, attend_in_pieces, pieces_of
 from .ranks import ContextRanks
@@ -99,14 +107,46 @@ def plan(
                     f"of {ranks.size} ranks, got {x.shape[time]} tokens"
                 )
     if ranks.comm_type == "a2a":
-        return _a2a(owner, ranks, q, k, v, bias, request, route)
-    found = _all_gather(owner, ranks, q, k, v, bias, request, options, is_self, see)
-    if with_max:
-        found = _with_largest(owner, ranks, found)
-    if ranks.comm_type == "all_gather":
+        found = _a2a(owner, ranks, q, k, v, bias, request, route)
+    else:
+        found = _all_gather(owner, ranks, q, k, v, bias, request, options, is_self, see)
+        if with_max:
+            found = _with_largest(owner, ranks, found)
+        if ranks.comm_type != "all_gather":
+            reason = f"all_gather serves cp_comm_type {ranks.comm_type!r}; {found.path.reason}"
+            found = found._replace(path=found.path._replace(reason=reason))
+    if torch.compiler.is_compiling() or is_traced():
         return found
-    reason = f"all_gather serves cp_comm_type {ranks.comm_type!r}; {found.path.reason}"
-    return found._replace(path=found.path._replace(reason=reason))
+    return _comparing(owner, ranks, found, request, options, with_max)
+
+
+def _comparing(
+    owner: str, ranks: ContextRanks, plan: Plan, request: Request, options: Options, with_max: bool
+) -> Plan:
+    """Returns a plan whose function first compares over ranks what decides on collectives."""
+    attend = plan.run
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Any, sink: Any) -> Any:
+        if not (q.is_cuda and torch.cuda.is_current_stream_capturing()):
+            given = {"query_layer": q, "key_layer": k, "value_layer": v}
+            shapes = {f"{name} shape": tuple(x.shape) for name, x in given.items()}
+            grads = torch.is_grad_enabled() and any(x.requires_grad for x in given.values())
+            values: dict[str, object] = {
+                **shapes,
+                "dtype": q.dtype,
+                "gradients": grads,
+                "cp_comm_type": ranks.comm_type,
+                "qkv_format": request.layout,
+                "attn_mask_type": request.kind.name,
+                "window_size": request.size,
+                "bias": "alibi" if request.has_alibi else bias is not None,
+                "return_max_logit": with_max,
+                "batch_invariant": options.independent_rows,
+            }
+            ranks.compare(owner, values, q.device)
+        return attend(q, k, v, bias, sink)
+
+    return plan._replace(run=run)
 
 
 def _with_largest(owner: str, ranks: ContextRanks, plan: Plan) -> Plan:
@@ -304,9 +344,22 @@ def _all_gather(
             return torch.stack(found).amax(0)
 
         return _gathered(n, chosen, run, f"in {len(pieces)} pieces", largest)
-    own = seen_by_rank(seen, ranks, n * queries, n * keys, q.device)
-    rows = rows_of(bias, ranks, queries // 2)
-    path = choose(q, stand_in(k), stand_in(v), own, rows, options)
+    whole_k, whole_v = stand_in(k), stand_in(v)
+    packed = (
+        None if bias is not None else without_padding(seen, ranks, options, q, whole_k, whole_v)
+    )
+
+    def visible() -> Visibility:
+        return seen_by_rank(seen, ranks, n * queries, n * keys, q.device)
+
+    if packed is None:
+        own = visible()
+        rows = rows_of(bias, ranks, queries // 2)
+        path = choose(q, whole_k, whole_v, own, rows, options)
+        how = "by one mask of its queries and all keys"
+    else:
+        path, parts = packed
+        how = f"in {len(parts)} call" + "s" * (len(parts) > 1)
 
     def run(  # type: ignore[no-redef]
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Any, sink: Any
@@ -314,6 +367,8 @@ def _all_gather(
         q = q.permute(order)
         k, v = (x.permute(order).permute(2, 0, 1, 3) for x in (k, v))
         k, v = (ZigZag(n).whole(x).permute(1, 2, 0, 3) for x in gather_rows(ranks, k, v))
+        if packed is not None:
+            return attend_by_parts(q, k, v, path, parts, options, sink).permute(back)
         bias = rows_of(bias, ranks, queries // 2)
         return attend(q, k, v, bias, path, own, options, sink=sink).permute(back)
 
@@ -321,9 +376,9 @@ def _all_gather(
         rows = ranks.gather(k.permute(order).permute(2, 0, 1, 3)).wait()
         k = ZigZag(n).whole(rows).permute(1, 2, 0, 3)
         bias = rows_of(bias, ranks, queries // 2)
-        return max_logit(q.permute(order), k, bias, own, options.scale)
+        return max_logit(q.permute(order), k, bias, visible(), options.scale)
 
-    return _gathered(n, path, run, "by one mask of its queries and all keys", largest)
+    return _gathered(n, path, run, how, largest)
 
 
 def _path_of(

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import math
+import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import distributed
 
+from ....comm.agreement import RankMismatchError, check_same
 from ....comm.collectives import Pending, all_gather_rows, all_to_all_rows, world_size
 from ....comm.groups import is_process_group
 from ....runtime.named_arguments import did_you_mean
 
 COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
+# Calls that differ from each other, as with sequences of other lengths, of which ranks compare so
+# many for each group: a comparison waits for the device.
+_MOST_COMPARED = 8
+# What the ranks of a group have found equal. All have the same, as each call is one of all ranks.
+_compared: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()
 
 
 class ContextRanks:
@@ -84,6 +92,27 @@ class ContextRanks:
     def chunks(self) -> tuple[int, int]:
         """Numbers of this rank's chunks, of the ``2 size`` chunks of a sequence."""
         return self.rank, 2 * self.size - 1 - self.rank
+
+    def compare(self, owner: str, values: Mapping[str, object], device: torch.device) -> None:
+        """Raises RankMismatchError on all ranks where the hashable ``values`` of a call differ.
+
+        Values that have been equal before are not compared again, nor are those of calls after
+        ``_MOST_COMPARED`` different ones.
+        """
+        key, error, new = tuple(values.items()), None, []
+        for group in self._groups:
+            known = _compared.setdefault(group, set())
+            if key in known or len(known) >= _MOST_COMPARED:
+                continue
+            new.append(known)
+            try:
+                check_same(owner, "cp_group", group, values, device, error)
+            except RankMismatchError as mismatch:  # which the ranks of the other group must get
+                error = mismatch
+        if error is not None:
+            raise error
+        for known in new:
+            known.add(key)
 
     def gather(self, x: torch.Tensor) -> Pending:
         """Begins to gather ``x`` [rows, ..] of all ranks, [size * rows, ..] by rank."""

@@ -63,7 +63,7 @@ class MultiheadAttention(
         "ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad, bias, "
         "normalization, device, qkv_format, name, qk_norm_type, qk_norm_eps, qk_norm_before_rope, "
         "seq_length: int | None = None, micro_batch_size: int | None = None, softmax_type, *, "
-        "apply_query_key_layer_scaling",
+        "apply_query_key_layer_scaling, return_max_logit",
         prepare_masks,
     )
 
