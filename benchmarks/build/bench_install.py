@@ -1,6 +1,6 @@
-"""Installing with and without libraries built ahead of time; what an op costs through torch.
+"""Installing with and without libraries built ahead of time.
 
-    python benchmarks/build/bench_install.py [--parts plain cpu cuda wheel torch]
+    python benchmarks/build/bench_install.py [--parts plain cpu cuda wheel]
 
 ``pip install`` runs in a process of its own, without build isolation and dependencies, into an
 empty folder. CPU seconds are those of all its processes. CUDA rows where nvcc is found.
@@ -25,13 +25,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import bench_build
 import harness
-import torch_extension
-from apex_te.op_builder import OpBuilder, get_builder
-from apex_te.op_builder.jit.backends.archs import parse_arch_list
 
 ROOT = bench_build.ROOT
-# a small, a middle and a large one
-COMPARED = ("amax_scale_update", "cast_transpose", "rms_norm")
 
 
 def cpu_seconds() -> float:
@@ -77,30 +72,6 @@ def look_up_rows(site: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def compile_cpu_seconds(builder: OpBuilder, device: str, arch: str, folder: Path) -> float:
-    """CPU seconds of the compiler and linker for one library."""
-    folder.mkdir()
-    archs = parse_arch_list(arch) if builder.needs_archs(device) else ()
-    before = cpu_seconds()
-    for step in builder.build_steps(device, archs, str(folder), str(folder / "library.so")):
-        subprocess.run(step.command, check=True, capture_output=True)
-    return cpu_seconds() - before
-
-
-def torch_rows(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """Compiles ops as plain C libraries and through torch/extension.h; returns a row for each."""
-    rows = []
-    for op in COMPARED:
-        for device in options.devices:
-            builder, place = get_builder(op), folder / f"{op}_{device}"
-            peer = torch_extension.write(builder, device, folder / "with_torch")
-            ours = compile_cpu_seconds(builder, device, options.arch, place)
-            theirs = compile_cpu_seconds(peer, "cpu", options.arch, folder / peer.NAME)
-            row = {"what": f"compile, {op} ({device})", "cpu s": ours, "torch cpu s": theirs}
-            rows.append(row | {"over torch": ours / theirs})
-    return rows
-
-
 def plain_rows(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     return [{"what": "pip install, nothing built", **install(folder / "plain")}]
 
@@ -128,7 +99,6 @@ def wheel_rows(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]
 
 
 PARTS = {"plain": plain_rows, "cpu": cpu_rows, "cuda": cuda_rows, "wheel": wheel_rows}
-PARTS["torch"] = torch_rows
 
 
 def main() -> None:

@@ -64,9 +64,7 @@ def shared(options: argparse.Namespace) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     parser.add_argument("--model", default="1.3b", help="a shape of examples/pretrain")
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--batch", type=int, default=8)

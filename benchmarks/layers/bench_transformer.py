@@ -18,14 +18,6 @@ recipe's sizes taking turns; peak memory of one step alone on the GPU, and what 
 was allocated before the step (parameters, input and output gradient, but no gradients of
 parameters); host time to issue a step of a tiny layer (2 x 16 tokens).
 
-Programmatic dependent launch of all the layer's own kernels was tried (H200, Llama, 2026-11-23):
-the gaps between kernels fell from 89 to 51 us (delayed), 131 to 74 (tensorwise) and 111 to 60
-(blockwise), the step stayed within its noise, sustained 11.86 against 12.05 ms, 12.91 against
-12.99 and 14.54 against 14.81, cold 11.93 against 12.11, 13.19 against 13.06 and 14.57 against
-14.32, since power bounds it; the costlier launches added 0.15 ms of host time to the tiny layer's
-1.05. Hence launches are plain, but for the pairs within one op. The memsets of a step, 12 to 14 of
-about 1 us, are those of cuBLASLt and cuDNN.
-
     python benchmarks/layers/bench_transformer.py                    # all
     python benchmarks/layers/bench_transformer.py --model llama --recipes delayed,blockwise \\
         --tokens 2x4096,2x4095,3x2731 --peers te --no-host
@@ -68,9 +60,7 @@ Made = tuple[Callable[[], torch.nn.Module], stacks.Autocast]
 
 def arguments() -> argparse.Namespace:
     """Returns the options of the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = harness.parser(__doc__)
 
     def names(known: Any) -> Callable[[str], list[str]]:
         def split(text: str) -> list[str]:

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
-import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import harness
+import torch
 
 from apex_te.ops.byte_transpose import byte_transpose
 
 SHAPES = [(16384, 4096), (16384, 14336), (8192, 4096), (4096, 4096), (16383, 4095)]
 
 
+@harness.case("byte_transpose")
 def rows() -> Iterator[harness.Row]:
     for shape in SHAPES:
         codes = torch.randint(0, 256, shape, dtype=torch.uint8, device="cuda")
@@ -26,7 +23,3 @@ def rows() -> Iterator[harness.Row]:
         yield harness.measure("byte_transpose", shape, 2 * codes.numel(), call, peers)
     small = torch.randint(0, 256, (64, 4096), dtype=torch.uint8, device="cuda")
     yield harness.in_graph("byte_transpose", lambda: byte_transpose(small))
-
-
-if __name__ == "__main__":
-    harness.run("byte_transpose", rows())

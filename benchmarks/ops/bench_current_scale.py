@@ -2,24 +2,15 @@
 
 Bytes counted for an element of bf16: read 2 twice, write 1 for each layout: 6 for both, 5 for one.
 What the second kernel finds in the L2 cache is not subtracted, so a figure may exceed a copy's.
-
-What was tried on an H200, both layouts, TB/s at 16384x4096 and at 4096x4096 (32 MB: fits in L2),
-against 3.76 and 3.43: the second kernel in the order of the first (3.70, 3.31), started when the
-first ends (3.74, 3.31) or by an ordinary launch (3.68, 3.14); tiles of 128x128 (3.70, 3.25); 8
-loads a thread for the amax (3.75, 3.39), with half the blocks (3.80, 3.38).
 """
 
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
-import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import harness
+import torch
 
 from apex_te.ops.current_scale import current_scale, tensor_amax
 
@@ -35,6 +26,7 @@ def plain(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return codes, codes.t().contiguous(), scale, 1.0 / scale
 
 
+@harness.case("current_scale")
 def rows() -> Iterator[harness.Row]:
     for shape in SHAPES:
         x = harness.normal(*shape)
@@ -53,7 +45,3 @@ def rows() -> Iterator[harness.Row]:
     yield harness.in_graph(
         "current_scale rowwise", lambda: current_scale(x, E4M3, columnwise=False)
     )
-
-
-if __name__ == "__main__":
-    harness.run("current_scale", rows())

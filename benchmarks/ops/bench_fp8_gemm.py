@@ -8,15 +8,11 @@ heuristic's first algorithm; "ratio tuned" is APEX_TE_GEMM_TUNE=1.
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
-import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import harness
+import torch
 
 from apex_te.ops import gemm_tuning
 from apex_te.ops.cast_transpose import cast_transpose
@@ -34,6 +30,13 @@ def operand(rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
     return cast_transpose(x, scale, dtype, columnwise=False).rowwise
 
 
+def sums(rows: list[harness.Row]) -> dict[str, float]:
+    tuned = [row for row in rows if "ratio tuned" in row]
+    found = harness.mean_and_least([row["ratio"] for row in tuned])
+    return found | harness.mean_and_least([row["ratio tuned"] for row in tuned], "_tuned")
+
+
+@harness.case("fp8_gemm", *zip(*SHAPES, strict=True), sums=sums)
 def rows_of(m: int, n: int, k: int) -> Iterator[harness.Row]:
     one = torch.full((1,), 1 / 64, device="cuda")
     flops = 2 * m * n * k
@@ -84,13 +87,3 @@ def rows_of(m: int, n: int, k: int) -> Iterator[harness.Row]:
     )
     calls = [wgrad, lambda: total.add_(product())]
     yield row((n, k, m), E5M2, True, "float32 +=", calls)
-
-
-def sums(rows: list[harness.Row]) -> dict[str, float]:
-    tuned = [row for row in rows if "ratio tuned" in row]
-    found = harness.mean_and_least([row["ratio"] for row in tuned])
-    return found | harness.mean_and_least([row["ratio tuned"] for row in tuned], "_tuned")
-
-
-if __name__ == "__main__":
-    harness.run("fp8_gemm", (row for shape in SHAPES for row in rows_of(*shape)), sums)

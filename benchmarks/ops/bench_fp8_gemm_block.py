@@ -3,29 +3,15 @@
 Shapes are the layers of performance tables: M tokens, N outputs, K inputs. fprop and dgrad are
 1x128 . 128x128 to bfloat16; wgrad is 1x128 . 1x128 to float32, and "wgrad +=" accumulates, compared
 with scaled_mm followed by add_. The geometric mean is over the first three.
-
-Both run cuBLASLt's first proposal. It has no other for 1x128 . 128x128, and its other six for
-1x128 . 1x128 are 0 to 90% slower, so a timed choice gains nothing here.
-
-Own kernels were tried for the products of a Llama-3-8B layer (H200, 2026-11-23, in turns under
-load; two warpgroups of consumers that promote each 128 of K in float32, a persistent cluster of two
-blocks), five variants: tiles of 128x256 and 128x192, the warpgroups in turns or each with two
-buffers of sums, rows of a in shared memory or in registers. Of cuBLASLt's speed, the best for each
-kind: fprop 0.992, dgrad 1.023, wgrad 0.985 (the 128x192 variants 0.90 to 0.98), "wgrad +=" 1.056.
-The blockwise layer took as long with them as without, 14.1 ms. cuBLASLt stays.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import harness
+import torch
 from torch.nn.functional import ScalingType, scaled_mm
 
 from apex_te.ops.block_quantize import block_quantize
@@ -73,19 +59,16 @@ def row_of(name: str, m: int, n: int, k: int) -> dict[str, Any]:
     }
 
 
-def rows() -> Iterator[harness.Row]:
-    for m, n, k in SHAPES:
-        yield row_of("fprop", m, n, k)
-        yield row_of("dgrad", m, k, n)
-        yield row_of("wgrad", n, k, m)
-        yield row_of("wgrad +=", n, k, m)
-
-
 def sums(rows: list[harness.Row]) -> dict[str, float]:
     return harness.mean_and_least(
         [row["ratio"] for row in rows if not row["product"].endswith("+=")]
     )
 
 
-if __name__ == "__main__":
-    harness.run("fp8_gemm_block", rows(), sums)
+@harness.case("fp8_gemm_block", sums=sums)
+def rows() -> Iterator[harness.Row]:
+    for m, n, k in SHAPES:
+        yield row_of("fprop", m, n, k)
+        yield row_of("dgrad", m, k, n)
+        yield row_of("wgrad", n, k, m)
+        yield row_of("wgrad +=", n, k, m)

@@ -9,16 +9,12 @@ the op of its own and then the cast of its result.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import harness
+import torch
 
 from apex_te.ops import grouped_cast as op
 from apex_te.ops import grouped_quantize, moe_permute
@@ -48,6 +44,7 @@ def route(model: Model) -> moe_permute.RowMap:
     return moe_permute.make_map(indices, map_type="index", num_experts=model.experts)
 
 
+@harness.case("grouped_cast", MODELS)
 def rows_of(model: Model) -> Iterator[harness.Row]:
     rows = model.tokens * TOP_K
     made = route(model)
@@ -102,7 +99,3 @@ def rows_of(model: Model) -> Iterator[harness.Row]:
         )  # fmt: skip
     times = harness.kernel_us(lambda: moe_permute.tokens_of_rows(made.row_id_map, rows), repeats=20)
     yield {"function": "tokens_of_rows", "shape": f"{model.name} {rows}", **times}
-
-
-if __name__ == "__main__":
-    harness.run("grouped_cast", (row for model in MODELS for row in rows_of(model)))

@@ -5,27 +5,16 @@ Bytes of the floor for one element of a list of bf16 tensors: amax and l2norm 2;
 write parameter 2, moments 8, master 4); sgd with momentum and master 20; lamb reads moments and
 master twice: 40. torch's fused optimizers move the same bytes with float32 parameters and
 gradients. Lists are prepared ones; over 1000 small tensors the host's part is what is timed.
-
-What was tried on an H200 over 32 x [4096, 4096], TB/s: 16 loads a thread in flight for reductions
-(amax 4.37) or 4 (4.46) instead of 8 (4.46); 8 vectors for maps (quantize 3.39, axpby 3.69) or 2
-(4.01, 3.90) instead of 4 (4.16, 4.25); 4 for optimizers (adam 3.90) or 1 (3.96) instead of 2
-(3.89); chunks of 32,768 elements (scale 3.94) or 65,536 (3.90) instead of 16,384 (4.04), and of
-8,192 with fewer loads (scale 4.09, adam 4.02, but quantize 3.73); loads that the compiler cannot
-move (no difference).
 """
 
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
-import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import harness
+import torch
 
 from apex_te.ops import multi_tensor as op
 from apex_te.ops import multi_tensor_optim as optim
@@ -135,6 +124,7 @@ def unscale(count: int, shape: tuple[int, ...], name: str) -> dict[str, Any]:
     )  # fmt: skip
 
 
+@harness.case("multi_tensor")
 def rows() -> Iterator[harness.Row]:
     for count, shape in ((32, (4096, 4096)), (1000, (16384,))):
         name = f"{count}x[{','.join(map(str, shape))}]"
@@ -155,7 +145,3 @@ def rows() -> Iterator[harness.Row]:
         for function, call in (("adam", adam), ("l2norm", functools.partial(op.l2norm, used[0]))):
             shape = f"1000x[64] {kind}"
             yield {"function": function, "shape": shape, "host us": harness.host_us(call, 100)}
-
-
-if __name__ == "__main__":
-    harness.run("multi_tensor", rows())

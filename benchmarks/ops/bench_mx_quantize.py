@@ -2,29 +2,15 @@
 
 Floor in bytes an element of bf16: read 2, write 1 for each layout and 1/32 for its scales.
 Dequantize to bf16: read 1 and 1/32, write 2.
-
-Both layouts at 16384x4096 on an H200 take 82 us, 73 without their scales, where a tile of 128 x 128
-writes a word of scales for each of its 256 lines, each in a line of memory of its own. Large
-matrices write the scales of a tile together and order them in a second kernel: 283 to 261 us at
-16384x14336 with blocks of 128 lines that lie together, but 82 again at 16384x4096, where few blocks
-order long lines; so 8 lines lie together. Merging the words of neighbouring tiles did not help: an
-order of tiles by groups of 8 rows, 88 us; scales stored before the codes, 82; clusters of 2 to 8
-tiles that exchange them (87 to 89), 2 or 4 tiles of a block in turn (83, 85), 2 at once (82, and
-slower where the matrix is small). Nor did 2 or 4 blocks of an SM instead of 3 (84, 91) or a warp of
-16 rows of 128 columns (82).
 """
 
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
-import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import harness
+import torch
 
 from apex_te.ops.mx_quantize import mx_dequantize, mx_quantize
 
@@ -44,6 +30,7 @@ def plain(x: torch.Tensor) -> list[torch.Tensor]:
     return out
 
 
+@harness.case("mx_quantize")
 def rows() -> Iterator[harness.Row]:
     for shape in SHAPES:
         x = harness.normal(*shape)
@@ -62,7 +49,3 @@ def rows() -> Iterator[harness.Row]:
     out, back = mx_quantize(x), torch.empty_like(x)
     yield harness.in_graph("mx_quantize both", lambda: mx_quantize(x, out=out))
     yield harness.in_graph("mx_dequantize", lambda: mx_dequantize(*out[:2], out=back))
-
-
-if __name__ == "__main__":
-    harness.run("mx_quantize", rows())

@@ -8,14 +8,10 @@ columnwise one.
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
-import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import harness
+import torch
 
 from apex_te.ops.row_quantize import row_quantize
 
@@ -32,6 +28,7 @@ def plain(x: torch.Tensor) -> list[torch.Tensor]:
     return out
 
 
+@harness.case("row_quantize")
 def rows() -> Iterator[harness.Row]:
     for shape in SHAPES:
         x = harness.normal(*shape)
@@ -47,7 +44,3 @@ def rows() -> Iterator[harness.Row]:
             if layout == "rowwise":
                 scaled = functools.partial(cast, column_scale=scale)
                 yield harness.measure("row_quantize of scaled columns", shape, num_bytes, scaled)
-
-
-if __name__ == "__main__":
-    harness.run("row_quantize", rows())

@@ -11,7 +11,6 @@ are there.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
@@ -99,9 +98,7 @@ def ms_in_turns(steps: dict[str, Callable[[], None]], rounds: int, each: int) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     parser.add_argument("--tiny", action="store_true", help="small sizes, and no figures")
     options = parser.parse_args()
     sizes = (64, 64, 128) if options.tiny else (16384, 4096, 14336)
