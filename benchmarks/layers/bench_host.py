@@ -63,11 +63,16 @@ def linear_steps() -> dict[str, Step]:
 
 def llama_steps() -> dict[str, Step]:
     size, none = (2, 16, TINY["hidden"]), stacks.our_autocast(None)
+    te = stacks.transformer_engine()
     plain = stacks.Plain(**TINY).to("cuda", stacks.DTYPE)
     steps = {"torch bf16": stacks.step(plain, none, size)}
     for name, recipe in RECIPES.items():
         region = stacks.our_autocast(recipe)
         steps[f"apex_te {name}"] = stacks.step(stacks.layer(**TINY), region, size)
+        theirs = None if te is None else stacks.their_autocast(te, name)
+        if theirs is not None:
+            step = stacks.step(stacks.their_layer(te, **TINY), theirs, size)
+            steps[f"{stacks.TRANSFORMER_ENGINE} {name}"] = step
     return steps
 
 

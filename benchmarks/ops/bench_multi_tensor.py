@@ -9,8 +9,8 @@ gradients. Lists are prepared ones; over 1000 small tensors the host's part is w
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import harness
@@ -55,24 +55,15 @@ def maps(xs: list[torch.Tensor]) -> dict[str, tuple[int, Callable[[], Any], dict
         torch._foreach_mul_(outs, 0.5)
         torch._foreach_add_(outs, xs, alpha=0.5)
 
+    inf, norms = partial(torch._foreach_norm, xs, float("inf")), {"foreach": torch_total}
+    quantize = partial(op.quantize, x, scale, amaxes=top, scale_invs=inverse, outputs=q)
+    twice = {"foreach": partial(torch._foreach_mul_, xs, 1.0)}
     return {
-        "amax": (
-            2,
-            lambda: op.amax(x, out=found),
-            {"foreach": lambda: torch._foreach_norm(xs, float("inf"))},
-        ),
-        "l2norm": (2, lambda: op.l2norm(x, per_tensor=True), {"foreach": torch_total}),
-        "scale": (
-            4,
-            lambda: op.scale(x, x, 1.0, found_inf=flag),
-            {"foreach": lambda: torch._foreach_mul_(xs, 1.0)},
-        ),
-        "axpby": (6, lambda: op.axpby(x, out, out, 0.5, 0.5), {"foreach": torch_axpby}),
-        "quantize": (
-            3,
-            lambda: op.quantize(x, scale, amaxes=top, scale_invs=inverse, outputs=q),
-            {},
-        ),
+        "amax": (2, partial(op.amax, x, out=found), {"foreach": inf}),
+        "l2norm": (2, partial(op.l2norm, x, per_tensor=True), norms),
+        "scale": (4, partial(op.scale, x, x, 1.0, found_inf=flag), twice),
+        "axpby": (6, partial(op.axpby, x, out, out, 0.5, 0.5), {"foreach": torch_axpby}),
+        "quantize": (3, quantize, {}),
     }
 
 
@@ -96,19 +87,16 @@ def optimizers(count: int, shape: tuple[int, ...]) -> dict[str, tuple[int, Any, 
     low = [tensor_list(tensors) for tensors in (p, g, m, v)]
     wide = [tensor_list(tensors) for tensors in (wide_p, wide_g, wide_m, wide_v)]
     options = {"lr": 1e-3, "weight_decay": 0.1, "masters": tensor_list(masters)}
+    plain = {"lr": 1e-3, "weight_decay": 0.1}
+    sgd, lamb = (
+        partial(optim.sgd, *low[:3], momentum=0.9, **options),
+        partial(optim.lamb, *low, step=5, **options),
+    )
     return {
-        "adam": (28, lambda: optim.adam(*low, step=5, **options), {"fused fp32": fused_adamw}),
-        "adam fp32": (
-            28,
-            lambda: optim.adam(*wide, step=5, lr=1e-3, weight_decay=0.1),
-            {"fused": fused_adamw},
-        ),
-        "sgd": (
-            20,
-            lambda: optim.sgd(*low[:3], momentum=0.9, **options),
-            {"fused fp32": fused_sgd},
-        ),
-        "lamb": (40, lambda: optim.lamb(*low, step=5, **options), {}),
+        "adam": (28, partial(optim.adam, *low, step=5, **options), {"fused fp32": fused_adamw}),
+        "adam fp32": (28, partial(optim.adam, *wide, step=5, **plain), {"fused": fused_adamw}),
+        "sgd": (20, sgd, {"fused fp32": fused_sgd}),
+        "lamb": (40, lamb, {}),
     }
 
 
@@ -141,7 +129,7 @@ def rows() -> Iterator[harness.Row]:
         yield row | {f"{name} us": harness.graph_us(peer) for name, peer in peers.items()}
     lists = optimizer_lists(1000, (64,), torch.bfloat16)
     for kind, used in (("list", lists), ("prepared", tuple(map(tensor_list, lists)))):
-        adam = functools.partial(optim.adam, *used[:4], step=1, lr=1e-3, masters=used[4])
-        for function, call in (("adam", adam), ("l2norm", functools.partial(op.l2norm, used[0]))):
+        adam = partial(optim.adam, *used[:4], step=1, lr=1e-3, masters=used[4])
+        for function, call in (("adam", adam), ("l2norm", partial(op.l2norm, used[0]))):
             shape = f"1000x[64] {kind}"
             yield {"function": function, "shape": shape, "host us": harness.host_us(call, 100)}

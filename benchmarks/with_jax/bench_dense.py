@@ -41,12 +41,7 @@ RECIPES: dict[str, recipe.Recipe | None] = {
 
 
 def jax_step(sizes: tuple[int, int, int], chosen: recipe.Recipe | None) -> Callable[[], None]:
-    """Returns a step of the Flax layer, which waits for its results.
-
-    Args:
-        sizes: tokens, input and output features.
-        chosen: the recipe; None computes in bf16.
-    """
+    """Returns a step of the Flax layer, which waits for its results; sizes as of GEMMs."""
     tokens, inner, outer = sizes
     x = jax.random.normal(jax.random.key(0), (tokens, inner), jnp.bfloat16)
     gradient = jax.random.normal(jax.random.key(1), (tokens, outer), jnp.bfloat16)
