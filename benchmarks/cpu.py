@@ -27,10 +27,7 @@ from torch.nn import functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parent / "ops"))
 import bench_activations
 import bench_bias_dropout_add
-import bench_block_quantize
-import bench_current_scale
-import bench_hif8
-import bench_mx_quantize
+import bench_quantizers
 import bench_rope
 import bench_swiglu
 import harness
@@ -104,13 +101,13 @@ def casts(dtype: torch.dtype) -> Rows:
         formula = in_fp8(lambda: x) if layout == "both" else None
         yield Row(f"cast_transpose {layout}", cast, formula, n * (size + copies))
         current = partial(current_scale, x, E4M3, **outputs)
-        plain = partial(bench_current_scale.plain, x) if layout == "both" else None
+        plain = partial(bench_quantizers.current_codes, x) if layout == "both" else None
         yield Row(f"current_scale {layout}", current, plain, n * (2 * size + copies))
         encode = partial(hif8.quantize, x, ONE, amax=given["amax"], **codes)
         yield Row(f"hif8 {layout}", encode, None, n * (size + copies))
     yield Row("tensor_amax", partial(tensor_amax, x), lambda: x.abs().max(), n * size)
     small, encoded, back = randn(*SLOW_SHAPE, dtype=dtype), hif8.encode(x), torch.empty_like(x)
-    plain = partial(bench_hif8.plain, small, ONE)
+    plain = partial(bench_quantizers.hif8_codes, small, ONE)
     yield Row("hif8 quantize, 512x4096", partial(hif8.quantize, small, ONE), plain)
     decoded = lambda: hif8.reference_decode(encoded).to(dtype)  # noqa: E731
     yield Row("hif8 decode", partial(hif8.decode, encoded, out=back), decoded, n * (1 + size))
@@ -129,12 +126,12 @@ def block_casts(dtype: torch.dtype) -> Rows:
     for rows, name in ((1, "1x128"), (128, "128x128")):
         out = block_quantize(x, E4M3, block_rows=rows)
         cast = partial(block_quantize, x, E4M3, block_rows=rows, out=out)
-        formula = partial(bench_block_quantize.plain, x, rows)
+        formula = partial(bench_quantizers.block_codes, x, rows)
         yield Row(f"block_quantize {name} both", cast, formula, both)
         decode = partial(block_dequantize, *out[:2], block_rows=rows, **options)
         yield Row(f"block_dequantize {name}", decode, plain_back(out.rowwise, 128), one)
     mx = mx_quantize(x, E4M3)
-    cast, formula = partial(mx_quantize, x, E4M3, out=mx), partial(bench_mx_quantize.plain, x)
+    cast, formula = partial(mx_quantize, x, E4M3, out=mx), partial(bench_quantizers.mx_codes, x)
     yield Row("mx_quantize both", cast, formula, both)
     decode = partial(mx_dequantize, *mx[:2], **options)
     yield Row("mx_dequantize", decode, plain_back(mx.rowwise, 32), one)

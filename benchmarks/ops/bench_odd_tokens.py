@@ -79,13 +79,9 @@ def measure(name: str, producer: Producer, rows: int, cols: int) -> dict[str, An
     x = harness.normal(rows, cols)
     whole = harness.normal(rows + -rows % 16, cols + -cols % 16)
     odd, even = producer(x), producer(whole)
+    pad = {"pad_columnwise": True}
     padded, multiple, plain = harness.paired_us(
-        [
-            functools.partial(odd, pad_columnwise=True),
-            functools.partial(even, pad_columnwise=True),
-            odd,
-        ],
-        repeats=30,
+        [lambda: odd(**pad), lambda: even(**pad), odd], repeats=30
     )
     return {
         "function": name,
@@ -98,6 +94,13 @@ def measure(name: str, producer: Producer, rows: int, cols: int) -> dict[str, An
     }
 
 
+def sums(rows: list[harness.Row]) -> dict[str, float]:
+    tokens = set(map(harness.text_of, SHAPES))
+    ratios = [row["of next multiple"] for row in rows if row["shape"] in tokens]
+    return {"least of next multiple": round(min(ratios), 3)}
+
+
+@harness.case("odd_tokens", sums=sums)
 def rows() -> Iterator[harness.Row]:
     sample = harness.normal(16, 16)
     for name, producer in producers().items():
