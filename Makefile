@@ -19,7 +19,7 @@ PY := $(VENV)/bin/python
 SCRIPTS := scripts/*.py examples/char_gpt/*.py
 # dlpack.h is vendored and keeps its own format.
 CXX_FILES = $(shell find csrc tests/cpp tests/hip tests/L0/with_jax \( -name '*.h' -o -name '*.cpp' -o -name '*.cu' \) \
-	! -name dlpack.h | sort) $(wildcard benchmarks/with_jax/*.cpp)
+	! -name dlpack.h | sort)
 
 .PHONY: help env demo test test-l1 frameworks jax bench docs docs-test lint cuda sanitize hip-check
 .PHONY: dist clean distclean
@@ -85,9 +85,9 @@ frameworks:
 bench: env
 	@set -e; \
 	if $(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
-		files="benchmarks/*/bench_*.py benchmarks/summary.py"; \
+		files="benchmarks/run.py benchmarks/[!o]*/bench_*.py benchmarks/summary.py"; \
 	else \
-		files="benchmarks/build/bench_*.py benchmarks/ops/bench_dispatch.py benchmarks/cpu.py"; \
+		files="benchmarks/build/bench_*.py benchmarks/run.py benchmarks/cpu.py"; \
 	fi; \
 	for file in $$files; do echo "== $$file"; $(PY) $$file; done
 

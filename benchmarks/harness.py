@@ -7,7 +7,9 @@ report carries CPU, GPU, driver, torch, commit, date and the SM clock before and
 
 from __future__ import annotations
 
+import argparse
 import functools
+import gc
 import os
 import statistics
 import sys
@@ -25,6 +27,8 @@ from result_file import output_of, provenance, result_text
 
 Row = dict[str, Any]  # of a results file
 Peers = dict[str, Callable[[], Any]]  # other implementations, by name
+Rows = Callable[..., Iterable[Row]]
+Sums = Callable[[list[Row]], dict[str, Any]]
 
 # Layouts of a cast's outputs, by name, as its arguments.
 LAYOUTS = {
@@ -56,17 +60,22 @@ def sm_clock_mhz() -> str:
     return _smi("clocks.sm")
 
 
-def _event_us(call: Callable[[], Any]) -> float:
-    global _flush
-    if _flush is None:
-        _flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
-    _flush.zero_()
+def elapsed_us(call: Callable[[], Any]) -> float:
+    """GPU time of a call in microseconds."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     call()
     end.record()
     end.synchronize()
     return start.elapsed_time(end) * 1e3
+
+
+def _cold_us(call: Callable[[], Any]) -> float:
+    global _flush
+    if _flush is None:
+        _flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+    _flush.zero_()
+    return elapsed_us(call)
 
 
 def summary(times: list[float]) -> dict[str, float]:
@@ -91,10 +100,20 @@ def kernel_us(
     times = []
     for i in range(warmup + repeats):
         prepare()
-        elapsed = _event_us(call)
+        elapsed = _cold_us(call)
         if i >= warmup:
             times.append(elapsed)
     return summary(times)
+
+
+def _in_turns(
+    calls: list[Callable[[], Any]], repeats: int, time_us: Callable[[Callable[[], Any]], float]
+) -> list[dict[str, float]]:
+    times: list[list[float]] = [[] for _ in calls]
+    for i in range(repeats):
+        for k in range(len(calls)) if i % 2 == 0 else reversed(range(len(calls))):
+            times[k].append(time_us(calls[k]))
+    return [summary(t) for t in times]
 
 
 def paired_us(
@@ -104,12 +123,15 @@ def paired_us(
     for call in calls:
         for _ in range(warmup):
             call()
-    times: list[list[float]] = [[] for _ in calls]
-    for i in range(repeats):
-        order = range(len(calls)) if i % 2 == 0 else reversed(range(len(calls)))
-        for k in order:
-            times[k].append(_event_us(calls[k]))
-    return [summary(t) for t in times]
+    return _in_turns(calls, repeats, _cold_us)
+
+
+def paired_ms(
+    calls: dict[str, Callable[[], Any]], repeats: int, warmup: int = 3
+) -> dict[str, float]:
+    """Median milliseconds by name of calls that take turns, each as ``kernel_us`` does."""
+    times = paired_us([*calls.values()], repeats, warmup)
+    return {name: each["us"] / 1e3 for name, each in zip(calls, times, strict=True)}
 
 
 def running_us(
@@ -121,20 +143,13 @@ def running_us(
     the host has issued them before, in the time of the ``lead``. For calls that use more memory
     than L2 has, and whose GPU time exceeds the host's.
     """
-    times: list[list[float]] = [[] for _ in calls]
-    for i in range(repeats):
-        order = range(len(calls)) if i % 2 == 0 else reversed(range(len(calls)))
-        for k in order:
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            for _ in range(lead):
-                calls[k]()
-            start.record()
-            for _ in range(length):
-                calls[k]()
-            end.record()
-            end.synchronize()
-            times[k].append(start.elapsed_time(end) * 1e3 / length)
-    return [summary(t) for t in times]
+
+    def time_us(call: Callable[[], Any]) -> float:
+        for _ in range(lead):
+            call()
+        return elapsed_us(lambda: [call() for _ in range(length)]) / length
+
+    return _in_turns(calls, repeats, time_us)
 
 
 def host_us(call: Callable[[], Any], calls: int = 200, rounds: int = 7, warmup: int = 20) -> float:
@@ -166,15 +181,38 @@ def _ceiling_us(num_bytes: int) -> float:
     return copy_us(num_bytes)["us"]
 
 
+def memory(call: Callable[[], Any]) -> tuple[Any, int, int]:
+    """Returns a call's result, and on a GPU the bytes that it left and its peak above before."""
+    if not torch.cuda.is_available():
+        return call(), 0, 0
+    gc.collect()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    result = call()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    gc.collect()
+    return result, torch.cuda.memory_allocated() - before, peak
+
+
 def peak_gib(call: Callable[[], Any]) -> float:
     """The most that a call holds above what is allocated before it, after a first call."""
     call()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    call()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / 2**30
+    return memory(call)[2] / 2**30
+
+
+def distances(found: Iterable[torch.Tensor], wanted: Iterable[torch.Tensor]) -> list[float]:
+    """Returns the relative distance of each tensor from the one wanted."""
+    pairs = zip(found, wanted, strict=True)
+    return [float((f.float() - w.float()).norm() / w.float().norm()) for f, w in pairs]
+
+
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    """Returns a parser of a command line, whose help shows the benchmark's docstring as it is."""
+    return argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawTextHelpFormatter, allow_abbrev=False
+    )
 
 
 def normal(*shape: int) -> torch.Tensor:
@@ -254,16 +292,8 @@ def graph_us(call: Callable[[], Any], calls: int = 100) -> float:
     with torch.cuda.graph(graph):
         for _ in range(calls):
             call()
-    times = []
-    for i in range(12):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        if i >= 2:
-            times.append(start.elapsed_time(end) * 1e3 / calls)
-    return statistics.median(times)
+    times = [elapsed_us(graph.replay) / calls for _ in range(12)]
+    return statistics.median(times[2:])
 
 
 def in_graph(function: str, call: Callable[[], Any], shape: str = "64x4096 in a graph") -> Row:
@@ -275,15 +305,32 @@ def terabytes_per_second(num_bytes: int, microseconds: float) -> float:
     return num_bytes / microseconds / 1e6
 
 
-def run(
-    name: str, rows: Iterable[Row], sums: Callable[[list[Row]], dict[str, Any]] = lambda rows: {}
-) -> list[Row]:
-    """Measures rows, which a generator yields, and reports them with the SM clock around them.
+CASES: dict[str, list[Callable[[], Iterable[Row]]]] = {}  # by results file, as ``case`` adds them
+SUMS: dict[str, Sums] = {}
 
-    ``sums`` returns figures of all rows, for the head of the report.
+
+def case(name: str, *values: Iterable[Any], sums: Sums | None = None) -> Callable[[Rows], Rows]:
+    """Adds a generator of rows to those of the results file ``name``, which ``run.py`` measures.
+
+    ``values`` are its arguments, a call for each; ``sums`` returns figures of all rows for the head
+    of the report.
     """
+
+    def add(rows: Rows) -> Rows:
+        calls = [functools.partial(rows, *given) for given in zip(*values, strict=True)]
+        CASES.setdefault(name, []).extend(calls if values else [rows])
+        if sums is not None:
+            SUMS[name] = sums
+        return rows
+
+    return add
+
+
+def run(name: str, rows: Iterable[Row], sums: Sums = lambda rows: {}) -> list[Row]:
+    """Measures rows, which a generator yields, and reports them with the SM clock around them."""
     clock = sm_clock_mhz()
     measured = list(rows)
+    name += "" if torch.cuda.is_available() else "_cpu"
     report(name, measured, **sums(measured), sm_clock_mhz=f"{clock} to {sm_clock_mhz()}")
     return measured
 

@@ -11,18 +11,9 @@ from torch.nn import functional as F
 import apex_te
 from apex_te import from_torch, recipe
 
-__all__ = ["SHAPES", "LoRALinear", "Shape", "make_stack", "tensor_bytes"]
-
 
 class Shape(NamedTuple):
-    """Sizes of a Llama layer.
-
-    Attributes:
-        hidden: size of hidden states.
-        ffn: size between the MLP's products.
-        heads: heads of queries.
-        groups: heads of keys and values.
-    """
+    """Sizes of a Llama layer; ``heads`` of queries, ``groups`` of keys and values."""
 
     hidden: int
     ffn: int
@@ -36,11 +27,7 @@ SHAPES = {"Llama-3-8B": Shape(4096, 14336, 32, 8), "tiny": Shape(64, 192, 4, 2)}
 class LoRALinear(nn.Module):
     """A frozen linear layer plus a product of two trained matrices of low rank, as PEFT has it.
 
-    Args:
-        base: the frozen layer.
-        rank: rows of the first matrix.
-        alpha: the product is multiplied by ``alpha / rank``.
-        fused: have the base, an ``apex_te.Linear``, add the product, as ``fuse_lora`` does.
+    With ``fused`` the base, an ``apex_te.Linear``, adds the product, as ``fuse_lora`` does.
     """
 
     def __init__(self, base: Any, rank: int, alpha: float, fused: bool = False) -> None:
@@ -101,16 +88,8 @@ def make_stack(
 ) -> nn.Sequential:
     """Makes frozen layers of equal random weights with adapters.
 
-    Args:
-        shape: sizes of a layer.
-        layers: number of layers.
-        kind: "torch", or "apex_te" for the same layers after ``from_torch``.
-        scaling: the recipe by which the base's weights are held in FP8; None leaves them in
-            ``dtype``.
-        rank: rank of the adapters.
-        device: device of the weights.
-        dtype: dtype of the weights in bf16 or fp32.
-        fused: have apex_te's layers add the adapters' products.
+    ``kind`` is "torch", or "apex_te" for the same layers after ``from_torch``; ``scaling`` holds
+    the base's weights in FP8, None leaves them in ``dtype``.
     """
     torch.manual_seed(0)
     made = []

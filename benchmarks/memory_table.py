@@ -12,7 +12,6 @@ figures but for what is counted per tensor (scales).
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -26,14 +25,7 @@ from apex_te.optimizers import FusedAdam
 
 
 class Choice(NamedTuple):
-    """One choice of parameters and optimizer.
-
-    Attributes:
-        name: text for the table.
-        dtype: dtype of the parameter in bf16 or fp32, the nominal one of an FP8 parameter.
-        held: recipe by which the parameter is held in FP8; None for ``dtype``.
-        options: arguments of ``FusedAdam``.
-    """
+    """One choice of parameters, in ``dtype`` or ``held`` in FP8, and of ``FusedAdam``'s options."""
 
     name: str
     dtype: torch.dtype
@@ -42,7 +34,8 @@ class Choice(NamedTuple):
 
 
 _BF16, _FP16, _FP8 = torch.bfloat16, torch.float16, torch.uint8
-_REMAINDERS = {"master_weights": True, "store_param_remainders": True}
+_MASTER: dict[str, Any] = {"master_weights": True}
+_REMAINDERS = {**_MASTER, "store_param_remainders": True}
 
 
 def _moments(dtype: torch.dtype) -> dict[str, Any]:
@@ -53,39 +46,27 @@ def _moments(dtype: torch.dtype) -> dict[str, Any]:
 CHOICES = [
     Choice("fp32", torch.float32, None, {}),
     Choice("bf16, no master weight", _BF16, None, {}),
-    Choice("bf16, fp32 master weight", _BF16, None, {"master_weights": True}),
+    Choice("bf16, fp32 master weight", _BF16, None, _MASTER),
     Choice("bf16, remainders", _BF16, None, _REMAINDERS),
     Choice("bf16, remainders, bf16 moments", _BF16, None, {**_REMAINDERS, **_moments(_BF16)}),
     Choice("bf16, remainders, 8-bit moments", _BF16, None, {**_REMAINDERS, **_moments(_FP8)}),
-    Choice("FP8, fp32 master weight", _BF16, recipe.CurrentScaling(), {"master_weights": True}),
+    Choice("FP8, fp32 master weight", _BF16, recipe.CurrentScaling(), _MASTER),
+    Choice("FP8 blocks, fp32 master weight", _BF16, recipe.BlockScaling(), _MASTER),
     Choice(
-        "FP8 blocks, fp32 master weight", _BF16, recipe.BlockScaling(), {"master_weights": True}
+        "FP8, fp16 master weight, bf16 moments", _BF16, recipe.CurrentScaling(),
+        {**_MASTER, "master_weight_dtype": _FP16, **_moments(_BF16)},
     ),
     Choice(
-        "FP8, fp16 master weight, bf16 moments",
-        _BF16,
-        recipe.CurrentScaling(),
-        {"master_weights": True, "master_weight_dtype": _FP16, **_moments(_BF16)},
-    ),
-    Choice(
-        "FP8, fp16 master weight, 8-bit moments",
-        _BF16,
-        recipe.CurrentScaling(),
-        {"master_weights": True, "master_weight_dtype": _FP16, **_moments(_FP8)},
+        "FP8, fp16 master weight, 8-bit moments", _BF16, recipe.CurrentScaling(),
+        {**_MASTER, "master_weight_dtype": _FP16, **_moments(_FP8)},
     ),
     Choice("FP8, frozen", _BF16, recipe.CurrentScaling(), {"frozen": True}),
     Choice("bf16, frozen", _BF16, None, {"frozen": True}),
-]
+]  # fmt: skip
 
 
 def parameter_row(choice: Choice, hidden: int, device: str) -> dict[str, Any]:
-    """Returns the bytes per element of one choice after a step of training.
-
-    Args:
-        choice: parameter and optimizer.
-        hidden: rows and columns of the matrix.
-        device: device of the matrix.
-    """
+    """Returns the bytes per element of one choice, ``[hidden, hidden]``, after a training step."""
     options = dict(choice.options)
     frozen = options.pop("frozen", False)
     with apex_te.fp8_model_init(enabled=choice.held is not None, recipe=choice.held):
@@ -114,13 +95,7 @@ def parameter_row(choice: Choice, hidden: int, device: str) -> dict[str, Any]:
 class Saved:
     """Hooks for tensors that autograd saves, which count their bytes and may offload them.
 
-    Args:
-        known: addresses of storages that neither count nor move, those of parameters.
-        offload: copy tensors to the host, and back when backward wants them.
-
-    Attributes:
-        storages: bytes of each storage that stays on the device, by its address.
-        host: bytes of the copies on the host; a tensor that is saved twice is copied twice.
+    Storages at ``known`` addresses neither count nor move; ``storages`` are bytes by address.
     """
 
     def __init__(self, known: set[int], offload: bool) -> None:
@@ -160,14 +135,7 @@ def _plain(tensor: torch.Tensor) -> list[torch.Tensor]:
 def activation_rows(
     hidden: int, tokens: tuple[int, int], device: str, layer: Callable[[], torch.nn.Module]
 ) -> list[dict[str, Any]]:
-    """Returns the bytes that a layer saves for backward, for each recipe and way of saving.
-
-    Args:
-        hidden: size of hidden states.
-        tokens: batch and sequence length.
-        device: device of the layer.
-        layer: makes the layer.
-    """
+    """Returns the bytes that a layer saves for backward, for each recipe and way of saving."""
     rows = []
     recipes = {
         "bf16": None,
@@ -192,19 +160,13 @@ def activation_rows(
                     else:
                         out = module(x)
                 out.float().square().mean().backward()
-            rows.append(
-                {
-                    "recipe": name,
-                    "activations": way,
-                    "device bytes": sum(saved.storages.values()) / x.numel(),
-                    "host bytes": saved.host / x.numel(),
-                }
-            )
+            row = {"recipe": name, "activations": way, "host bytes": saved.host / x.numel()}
+            rows.append({**row, "device bytes": sum(saved.storages.values()) / x.numel()})
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = harness.parser(__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--hidden", type=int, default=None)
     parser.add_argument("--tokens", type=int, nargs=2, default=None, help="batch and length")

@@ -35,21 +35,13 @@ _SM_CLOCK = 1  # NVML_CLOCK_SM
 
 
 class Sample(NamedTuple):
-    """Readings of NVML at one moment; None for what NVML does not know.
+    """Readings of NVML at one moment; None for what NVML does not know."""
 
-    Attributes:
-        time: ``time.perf_counter()``.
-        joules: energy since the driver was loaded.
-        watts: power, an average over up to a second.
-        mhz: SM clock.
-        reasons: bits of ``REASONS``.
-    """
-
-    time: float
-    joules: float | None
-    watts: float | None
-    mhz: int | None
-    reasons: int | None
+    time: float  # of time.perf_counter
+    joules: float | None  # since the driver was loaded
+    watts: float | None  # an average over up to a second
+    mhz: int | None  # SM clock
+    reasons: int | None  # bits of REASONS
 
 
 class Span(NamedTuple):
@@ -107,9 +99,7 @@ class Nvml:
 class PowerMeter:
     """Context in which a thread samples the counters; ``figures`` reads them for spans of time.
 
-    Args:
-        read: returns a ``Sample``; by default NVML's of the current CUDA device. Without NVML
-            nothing is sampled and ``figures`` returns an empty dict.
+    ``read`` is by default NVML's of the current CUDA device; without NVML there are no figures.
     """
 
     def __init__(self, read: Callable[[], Sample] | None = None) -> None:
@@ -151,9 +141,8 @@ class PowerMeter:
 def figures(spans: list[list[Sample]]) -> dict[str, Any]:
     """Returns the figures of samples, in one list for each span of time.
 
-    Returns:
-        ``W``, mean power; ``SM MHz``, the median; ``throttle``, the reasons with the share of
-        samples that name each. A key is absent where no sample has its counter.
+    ``throttle`` has the share of samples that name each reason. A key is absent where no sample has
+    its counter.
     """
     found: dict[str, Any] = {}
     flat = [sample for span in spans for sample in span]

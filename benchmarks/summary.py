@@ -169,11 +169,8 @@ def layers_table(data: dict[str, Any]) -> str:
     shown = [key for key in names if key not in shared]
     parts = [f"{', '.join([*(rows[0][key] for key in shared), source_line({LAYERS: data})])}."]
     for title, columns in LAYER_COLUMNS.items():
-        keys = [
-            key
-            for key in columns
-            if key not in shared and any(row.get(key) is not None for row in rows)
-        ]
+        known = {key for row in rows for key, figure in row.items() if figure is not None}
+        keys = [key for key in columns if key in known - set(shared)]
         lines = [f"{title}:", "", *_header([*shown, *keys])]
         for row in rows:
             figures = [(row.get(key), columns[key]) for key in keys]
@@ -197,12 +194,7 @@ def host_table(data: dict[str, Any]) -> str:
 
 
 def stacks_table(name: str, columns: dict[str, str]) -> str:
-    """Returns a Markdown table of a results file with one row for each stack.
-
-    Args:
-        name: the results file.
-        columns: the columns to show, with their formats.
-    """
+    """Returns a Markdown table of a results file, a row for each stack; columns with formats."""
     data = _result(name)
     lines = [f"{source_line({name: data})}:", "", *_header(["stack", *columns])]
     for row in data["rows"]:
@@ -216,11 +208,7 @@ def _rows_by_stack(data: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def cards_table(cards: dict[str, dict[str, Any]]) -> str:
-    """Returns a Markdown table of a layer's step under sustained load: time, energy, memory.
-
-    Args:
-        cards: results of one commit by the GPU's short name.
-    """
+    """Returns a Markdown table of a layer's step under sustained load, by the GPU's short name."""
     columns = [f"{card} {unit}" for card in cards for unit in ("ms", "J")]
     # Without spaces beside the bars: they would count as words of a README that is to be short.
     lines = [f"|Llama-3-8B layer|{'|'.join(columns)}|GiB|", "|---" * (2 + len(columns)) + "|"]
@@ -306,25 +294,26 @@ def documents() -> dict[Path, str]:
         sys.exit("summary: no results with bandwidths in benchmarks/results")
     source = source_line(results)
     table = ops_table(results, every_shape=False)
-    performance = PERFORMANCE.read_text()
-    performance = replaced(performance, "ops", f"{source}, bf16, cold L2:\n\n{table}")
-    for card, name in CARDS.items():
-        performance = replaced(performance, card.lower(), layers_table(_result(name)))
-    performance = replaced(performance, "layers", layers_table(_result(LAYERS)))
-    performance = replaced(performance, "gpt", layers_table(_result("transformer_gpt")))
-    performance = replaced(performance, "gpt_te", layers_table(_result("transformer_gpt_te")))
-    performance = replaced(performance, "head", stacks_table("linear_cross_entropy", HEAD_COLUMNS))
-    performance = replaced(
-        performance, "fused_loss", stacks_table("fused_loss", FUSED_LOSS_COLUMNS)
-    )
-    performance = replaced(
-        performance, "accelerate", stacks_table("accelerate", ACCELERATE_COLUMNS)
-    )
+    layers = {**{card.lower(): name for card, name in CARDS.items()}, "layers": LAYERS}
+    layers |= {"gpt": "transformer_gpt", "gpt_te": "transformer_gpt_te"}
+    layers |= {"tokens": "transformer_tokens"}
+    stacks = {
+        "head": ("linear_cross_entropy", HEAD_COLUMNS),
+        "fused_loss": ("fused_loss", FUSED_LOSS_COLUMNS),
+        "accelerate": ("accelerate", ACCELERATE_COLUMNS),
+        "lora": ("lora", LORA_COLUMNS),
+    }
     steps = [stacks_table(f"pretrain_1.3b_{card.lower()}", PRETRAIN_COLUMNS) for card in CARDS]
-    performance = replaced(performance, "pretrain", "\n\n".join(steps))
-    performance = replaced(performance, "lora", stacks_table("lora", LORA_COLUMNS))
-    performance = replaced(performance, "tokens", layers_table(_result("transformer_tokens")))
-    performance = replaced(performance, "host", host_table(_result("host")))
+    parts = {
+        "ops": f"{source}, bf16, cold L2:\n\n{table}",
+        **{part: layers_table(_result(name)) for part, name in layers.items()},
+        **{part: stacks_table(*table) for part, table in stacks.items()},
+        "pretrain": "\n\n".join(steps),
+        "host": host_table(_result("host")),
+    }
+    performance = PERFORMANCE.read_text()
+    for part, text in parts.items():
+        performance = replaced(performance, part, text)
     every = ops_table(results, every_shape=True)
     return {
         README: replaced(README.read_text(), "headline", headline()),

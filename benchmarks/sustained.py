@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import torch
+import harness
 from power import PowerMeter, Span
 
 WARMUP_S = 2.0
@@ -32,13 +32,7 @@ class _Contender:
 
     def run(self, steps: int) -> float:
         """Runs steps back to back; returns their GPU time in milliseconds."""
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        for _ in range(steps):
-            self.call()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end)
+        return harness.elapsed_us(lambda: [self.call() for _ in range(steps)]) / 1e3
 
     def block(self, seconds: float, counted: bool) -> None:
         """Runs steps for about so many seconds."""
@@ -60,17 +54,9 @@ def sustained(
     block_s: float = BLOCK_S,
     warmup_s: float = WARMUP_S,
 ) -> dict[str, dict[str, Any]]:
-    """Measures steps under sustained load.
+    """Returns for each step's name ``ms sustained`` and, where NVML can be read, its figures.
 
-    Args:
-        calls: a step for each contender's name.
-        rounds: blocks of each contender.
-        block_s: length of a block in seconds.
-        warmup_s: length of the load before the first block that counts.
-
-    Returns:
-        For each name ``ms sustained`` and, where NVML can be read, ``W``, ``J`` of one step,
-        ``SM MHz`` and ``throttle``.
+    ``rounds`` blocks of ``block_s`` seconds each follow ``warmup_s`` seconds of load.
     """
     contenders = {name: _Contender(call) for name, call in calls.items()}
     for contender in contenders.values():

@@ -115,12 +115,7 @@ def transformer_engine() -> Any:
 
 
 def their_autocast(te: Any, key: str) -> Autocast | None:
-    """Returns Transformer Engine's context for one of ``RECIPES``; None if it has no such recipe.
-
-    Args:
-        te: its package.
-        key: the recipe's name.
-    """
+    """Returns Transformer Engine's context for one of ``RECIPES``; None if it has none."""
     from transformer_engine.common import recipe as theirs
 
     kinds = {
@@ -155,11 +150,7 @@ def step(
 ) -> Callable[[], None]:
     """Returns one forward and backward on random data, gradients dropped before.
 
-    Args:
-        module: the layer.
-        autocast: makes the context of the forward.
-        size: batch, tokens, hidden size.
-        options: further arguments of the layer.
+    ``size`` is batch, tokens, hidden size; ``options`` are further arguments of the layer.
     """
     x = torch.randn(*size, device="cuda", dtype=DTYPE, requires_grad=True)
     dy = torch.randn_like(x)
@@ -189,13 +180,7 @@ def peak_bytes(run: Callable[[], Any], module: torch.nn.Module) -> tuple[int, in
 
 
 def with_fused_swiglu(fused: bool, run: Callable[[], None]) -> Callable[[], None]:
-    """Returns a step whose modules have SwiGLU in the epilogues of products, or never.
-
-    Args:
-        fused: False has products and SwiGLU run apart; True has them in one kernel at any size,
-            where the module and the GPU can.
-        run: the step.
-    """
+    """Returns a step whose modules have SwiGLU in the epilogues of products, always or never."""
     sizes = ("_MIN_ROWS", "_MIN_DEPTH", "_MIN_WORK")
 
     def step() -> None:

@@ -131,7 +131,7 @@ def create(options: argparse.Namespace) -> None:
         if where.startswith("tests/"):
             print(f"  python -m pytest {where}")
         elif where.startswith("benchmarks/"):
-            print(f"  python {where}")
+            print(f"  python benchmarks/run.py {name}")
     print(f"  python scripts/new_op.py {name} --remove    # undoes this")
 
 

@@ -23,11 +23,7 @@ class Flags:
         self._flags: dict[torch.device, torch.Tensor] = {}
 
     def scale(self, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
-        """Writes each dense input, divided by the loss scale, to its output.
-
-        The result has the output's dtype. Outputs are dense in memory, and may be the inputs
-        themselves. For a DTensor it is a DTensor with the same placements.
-        """
+        """Writes each dense input, divided by the loss scale, to its output."""
         by_device: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         for x, out in zip(inputs, outputs, strict=True):
             if x.layout is not torch.strided:

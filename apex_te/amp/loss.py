@@ -111,10 +111,7 @@ def _enter(
     scaler: LossScaler,
     kept: dict[int, torch.Tensor],
 ) -> None:
-    """Sets gradients of earlier backwards aside, so that only new ones are unscaled on exit.
-
-    They move to ``.grad`` of the master weights, or to ``kept`` by ``id`` of the parameter.
-    """
+    """Sets gradients of earlier backwards aside, so that only new ones are unscaled on exit."""
     if amp.scaled or (scaler.is_one and not amp.pairs):
         return
     amp.refresh()
@@ -152,10 +149,7 @@ def _report(
     found_inf: torch.Tensor,
     delayed: bool,
 ) -> None:
-    """Hands the flag of non-finite gradients to the scaler, and to optimizers that skip a step.
-
-    With ``delayed`` the scaler keeps it for its next update.
-    """
+    """Hands the flag of non-finite gradients to the scaler, and to optimizers that skip a step."""
     for optimizer in optimizers:
         before = getattr(optimizer, "found_inf", None)
         total = found_inf if before is None else torch.maximum(before, found_inf)

@@ -57,10 +57,7 @@ def split_rows(x: torch.Tensor, sizes: list[int], dim: int = 0) -> tuple[torch.T
 
 
 class Places:
-    """Slices of one matrix, in which parts of rows arrive, so that joining them copies nothing.
-
-    Each round, in which every part is asked for once, has a matrix of its own.
-    """
+    """Slices of one matrix, in which parts of rows arrive, so that joining them copies nothing."""
 
     def __init__(self, sizes: list[int]) -> None:
         self._sizes = sizes

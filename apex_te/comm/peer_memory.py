@@ -60,10 +60,7 @@ def peer_memory(group: Any, x: torch.Tensor, piece_bytes: int) -> PeerMemory | N
 
 
 def _found(group: Any, device: torch.device) -> PeerMemory | None:
-    """Returns a new ``PeerMemory`` if all ranks are on one host and none has it switched off.
-
-    Collective for an NCCL group; all ranks get the same answer.
-    """
+    """Returns a new ``PeerMemory`` if all ranks are on one host and none has it switched off."""
     if "nccl" not in distributed.get_backend(group) or torch.version.hip is not None:
         return None
     boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
@@ -253,10 +250,7 @@ class _Turns:
         self._last_stream: torch.cuda.Stream | None = None
 
     def begin(self, size: int) -> _Buffer | None:
-        """Begins an exchange of ``size`` bytes of pieces, those of all ranks together.
-
-        The buffer may be used until ``end``; without one the caller must use a collective.
-        """
+        """Begins an exchange of ``size`` bytes of pieces, those of all ranks together."""
         memory = self.memory
         if self.busy or not memory.works:
             return None
@@ -288,11 +282,7 @@ class _Turns:
         targets: Sequence[torch.Tensor],
         own: torch.Tensor | None = None,
     ) -> None:
-        """Starts copies of this rank's ``piece``, after the work queued on the current stream.
-
-        ``piece`` must stay alive until the copies are done. For the copy to this rank's memory
-        ``own``, no arrival is signalled.
-        """
+        """Starts copies of this rank's ``piece``, after the work queued on the current stream."""
         memory = self.memory
         send(
             piece.view(torch.uint8), targets, own, memory.rank, buffer.number, memory.stream,
@@ -352,10 +342,7 @@ class _Gathered(Pending):
 
 
 class _Reduced(Pending):
-    """Handle of a sum: each peer's summand of this rank's rows arrives in this rank's buffer.
-
-    Making it calls ``produce`` and starts the copies to peers; ``wait`` adds up what arrived.
-    """
+    """Handle of a sum: each peer's summand of this rank's rows arrives in this rank's buffer."""
 
     __slots__ = ("_buffer", "_turns")
 

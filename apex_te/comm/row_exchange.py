@@ -39,10 +39,7 @@ class Permute(NamedTuple):
 
 
 class AllToAll(NamedTuple):
-    """Step that sends ``sent[r]`` rows to each rank r, and receives ``received[r]``.
-
-    ``place`` returns the memory for rows that come ``back``; None stands for new memory.
-    """
+    """Step that sends ``sent[r]`` rows to each rank r, and receives ``received[r]``."""
 
     sent: list[int]
     received: list[int]

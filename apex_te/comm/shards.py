@@ -41,10 +41,7 @@ def part_groups(parameter: torch.Tensor) -> list[Any]:
 
 
 def max_over_shards(flag: torch.Tensor, params: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Reduces ``flag`` (fp32, at least 0) by maximum over the ranks of ``params``, in place.
-
-    All ranks run the same collectives, whatever the flag's value is.
-    """
+    """Reduces ``flag`` (fp32, at least 0) by maximum over the ranks of ``params``, in place."""
     for group in dict.fromkeys(group for param in params for group in part_groups(param)):
         max_over_ranks(flag, group)
     return flag

@@ -63,10 +63,7 @@ def own_columns(
 def split_targets(
     name: str | None, target: torch.Tensor, columns: Columns, ignore_index: int
 ) -> SplitTargets:
-    """Converts targets ``[rows]``, indices into the whole vocabulary, for this rank's columns.
-
-    On the CPU it checks them and raises the error of ``name``, unless that is None.
-    """
+    """Converts targets ``[rows]``, indices into the whole vocabulary, for this rank's columns."""
     target = target.long()
     ignored = target == ignore_index
     invalid = ~ignored & ((target < 0) | (target >= columns.vocabulary))

@@ -124,10 +124,7 @@ def _parameters(model: Any) -> list[torch.Tensor]:
 
 
 def _gradient(parameter: Any, group: Any) -> torch.Tensor | None:
-    """Returns the tensor that holds the whole local gradient of ``parameter``; None without one.
-
-    That is ``main_grad``, to which ``.grad`` is added here, or else ``.grad``.
-    """
+    """Returns the tensor that holds the whole local gradient of ``parameter``; None without one."""
     mesh = getattr(parameter, "device_mesh", None)
     if mesh is not None:
         _check_mesh(mesh, group)

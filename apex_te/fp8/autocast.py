@@ -44,10 +44,7 @@ class Entered:
 
 
 def leave(entered: list[Any], holder: dict[str, Any], name: str) -> Any:
-    """Removes the link entered last from ``entered`` and its thread's list; None without one.
-
-    Links of the calling thread are preferred, because threads may share the context manager.
-    """
+    """Removes the link entered last from ``entered`` and its thread's list; None without one."""
     if not entered:
         return None
     own = entered[-1]

@@ -14,10 +14,7 @@ _FNUZ = {
 
 
 def formats_of(fp8_format: Format, device: torch.device) -> FormatValue:
-    """Returns a format's element types, fnuz if the device supports only these, and ``fp8_max``.
-
-    Source: AMD CDNA3 instruction set (fnuz), OCP OFP8 1.0.
-    """
+    """Returns a format's element types, fnuz if the device supports only these, and ``fp8_max``."""
     value = fp8_format.value
     if value.fwd_dtype not in _FNUZ or not multiplies_fnuz(device):
         return value

@@ -303,11 +303,7 @@ class Capture:
         self.weights, self.cache, self.delayed = [], None, []
 
     def replay_forward(self, inputs: Sequence[torch.Tensor], again: bool) -> int:
-        """Copies ``inputs`` to the graph's inputs and replays the forward; returns ``run``.
-
-        A recompute (``again``) does not change ``run``, by which ``replay_backward`` detects later
-        forwards.
-        """
+        """Copies ``inputs`` to the graph's inputs and replays the forward; returns ``run``."""
         for static, value in zip(self.inputs, inputs, strict=True):
             static.copy_(value)
         self.forward_graph.replay()

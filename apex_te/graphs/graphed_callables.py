@@ -118,10 +118,7 @@ def capture_in_order(
     warmup_iters: int,
     pool: Any,
 ) -> None:
-    """Warms up all graphs, then captures them in ``order``, with one memory pool.
-
-    ``pool`` None makes a new one.
-    """
+    """Warms up all graphs, then captures them in ``order``, with one memory pool."""
     pool = torch.cuda.graph_pool_handle() if pool is None else pool
     modules = list({id(graph.module): graph.module for graph in graphs}.values())
     with contextlib.ExitStack() as stack:

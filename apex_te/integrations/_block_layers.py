@@ -17,11 +17,7 @@ _SUFFIX = "_proj"
 
 
 class Projections(NamedTuple):
-    """Linear layers with a common input, and the norm before them, that can become one layer.
-
-    Names are dotted and relative to the block. ``path`` is the new layer's name; for a single
-    linear layer its own. Weights are ``[in, out]`` if ``transposed``.
-    """
+    """Linear layers with a common input, and the norm before them, that can become one layer."""
 
     linears: tuple[str, ...]
     path: str
@@ -30,11 +26,7 @@ class Projections(NamedTuple):
 
 
 class MLPLayers(NamedTuple):
-    """A norm and the MLP that alone reads its output, to be one ``LayerNormMLP``.
-
-    ``norm`` and ``path`` (the MLP's) are dotted names relative to the block; those in ``formula``
-    are relative to the MLP. Weights are ``[in, out]`` if ``transposed``.
-    """
+    """A norm and the MLP that alone reads its output, to be one ``LayerNormMLP``."""
 
     norm: str
     path: str
@@ -128,10 +120,7 @@ class _Block:
         return found
 
     def input_of(self, module: nn.Module, several: bool = False) -> Any:
-        """Returns the one input of a layer that is only called, and with nothing else; or None.
-
-        A layer may have ``several`` inputs if the result is only tested for being there.
-        """
+        """Returns the one input of a layer that is only called, and with nothing else; or None."""
         found = self.inputs.get(id(module), {None})
         if self.is_set(self.names.get(id(module), "")):
             return None

@@ -184,10 +184,7 @@ def unique_slots(complete: Mapping[str, Slot]) -> dict[str, Slot]:
 
 
 def original_format(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    """Returns ``state`` under the names of the files that ``save_pretrained`` writes.
-
-    transformers joins the weights of experts as it loads them; these are apart in the files.
-    """
+    """Returns ``state`` under the names of the files that ``save_pretrained`` writes."""
     from transformers import core_model_loading
 
     revert = getattr(core_model_loading, "revert_weight_conversion", None)
@@ -195,10 +192,7 @@ def original_format(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Tracked(torch.Tensor):
-    """Stand-in for a contiguous tensor, with the meta tensor that is its view of the model's.
-
-    ``keys`` are the tensors of the state dict that it is made of.
-    """
+    """Stand-in for a contiguous tensor, with the meta tensor that is its view of the model's."""
 
     tracked: torch.Tensor
     keys: tuple[str, ...]

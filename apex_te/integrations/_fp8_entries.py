@@ -95,10 +95,7 @@ class _Weight:
     def quantized(
         self, index: int | None, start: int, rows: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns FP8 data of rows of a matrix and scales: one, or those of the rows.
-
-        A matrix with one scale is quantized for all of its parts.
-        """
+        """Returns FP8 data of rows of a matrix and scales: one, or those of the rows."""
         block, recipe = self.form.block_rows, self.form.recipe
         value, first = self.read()
         weight = value if index is None else value[index - first]

@@ -45,11 +45,7 @@ def hold_in_fp8(
 def _hold(
     layer: FP8Module, outside: dict[int, str], made: dict[int, nn.Parameter], settings: Settings
 ) -> str | None:
-    """Replaces the weights of one layer; returns the reason why one stays, or None.
-
-    ``made`` has the new Parameters by ``id`` of the old ones, and is added to; ``outside`` has
-    names of modules that must not change by ``id`` of their Parameters.
-    """
+    """Replaces the weights of one layer; returns the reason why one stays, or None."""
     reason = None
     # Without powers of two, what was one weight is saved with scales of its own.
     saves_scales = not scheme_of(settings.recipe).restores(settings.recipe)

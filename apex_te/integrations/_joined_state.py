@@ -78,10 +78,7 @@ def original_part(part: torch.Tensor, transposed: bool) -> torch.Tensor:
 
 
 def joined(values: list[torch.Tensor], transposed: bool) -> torch.Tensor:
-    """Returns weights (``[in, out]`` if ``transposed``) or biases, stacked by rows.
-
-    A single value that is not transposed is returned as it is.
-    """
+    """Returns weights (``[in, out]`` if ``transposed``) or biases, stacked by rows."""
     if len(values) == 1 and not transposed:
         return values[0]
     return torch.cat([value.t() if transposed else value for value in values]).contiguous()
@@ -145,10 +142,7 @@ class PartView:
         return self
 
     def write(self, attribute: str, value: torch.Tensor) -> None:
-        """Sets an original parameter; a joined one on the meta device waits for all its parts.
-
-        The joined parameter takes the dtype and device of ``value``, which has the original layout.
-        """
+        """Sets an original parameter; a joined one on the meta device waits for all its parts."""
         name, start, rows, transposed = self.rows[attribute]
         whole = getattr(self.module, name)
         if hasattr(whole, "to_local"):
@@ -231,10 +225,7 @@ def read_original_keys(hook: Any, keys: tuple[str, tuple[JoinedKey, ...]]) -> No
 
 
 class JoinedState:
-    """State dict hooks of one block that save and load the keys of the original layers.
-
-    The keys have the ``order`` of the state dict before any layer was joined.
-    """
+    """State dict hooks of one block that save and load the keys of the original layers."""
 
     def __init__(self, entries: Iterable[JoinedKey], order: list[str]) -> None:
         self.entries = tuple(entries)
@@ -339,10 +330,7 @@ class JoinedState:
 def _held_parts(
     entry: JoinedKey, state_dict: dict[str, Any], own: torch.Tensor
 ) -> torch.Tensor | None:
-    """Joins the FP8 data and scales of original parameters; None unless all parts have them.
-
-    Entries of parts that have them are replaced by values, in place, and those of scales removed.
-    """
+    """Joins the FP8 data and scales of original parameters; None unless all parts have them."""
     held = []
     for key, _ in entry.parts:
         codes, scale_inv = state_dict.get(key), state_dict.get(key + SCALE)
@@ -430,11 +418,7 @@ class InitWeights:
 
 
 def _parameter(view: PartView, attribute: str) -> nn.Parameter:
-    """Returns a Parameter that shares its memory with a part of a joined one.
-
-    If the part's memory is laid out otherwise than the original parameter's, it is a copy: random
-    values are drawn in the order of memory.
-    """
+    """Returns a Parameter that shares its memory with a part of a joined one."""
     whole = getattr(view.module, view.rows[attribute][0])
     if type(whole) is not nn.Parameter:
         raise NotImplementedError(

@@ -35,10 +35,7 @@ _SHIFT = 0.5
 
 
 class MLPFormula(NamedTuple):
-    """``second(act(first))``, or ``second(act(gate) * up)`` with the rows of the gate first.
-
-    Names are dotted and relative to the MLP. ``dropout`` is its last operation, or None.
-    """
+    """``second(act(first))``, or ``second(act(gate) * up)`` with the rows of the gate first."""
 
     first: tuple[str, ...]
     second: str
@@ -54,10 +51,7 @@ class _Shift(nn.Module):
 
 
 def mlp_formula(mlp: nn.Module) -> MLPFormula | None:
-    """Returns the formula of a module of linear layers without other parameters; None if other.
-
-    A copy of it has small random linear layers, and is called with a few rows.
-    """
+    """Returns the formula of a module of linear layers without other parameters; None if other."""
     inner = dict(mlp.named_modules())
     linears = [name for name, m in inner.items() if matching.is_linear(m)]
     others = [m for name, m in inner.items() if name not in linears]
@@ -170,10 +164,7 @@ def _activated(activation: str, hidden: torch.Tensor) -> torch.Tensor:
 
 
 def gate_formula(experts: Any) -> str | ClampedSwiglu | None:
-    """Returns what the gate of experts of Hugging Face computes; None if nothing that is known.
-
-    The gate is their ``_apply_gate``, for rows with gates and ups in halves or alternately.
-    """
+    """Returns what the gate of experts of Hugging Face computes; None if nothing that is known."""
     found: str | ClampedSwiglu | None = probed(experts, _find_gate)
     return found
 

@@ -19,10 +19,7 @@ _FOUND: dict[Any, Any] = {}
 def stand_in(
     module: nn.Module, parameters: dict[str, Any], children: dict[str, Any] | None = None
 ) -> Any:
-    """Returns a copy of ``module`` with other parameters and children, and without hooks.
-
-    It has the other attributes of ``module`` itself, so that a call must not change these.
-    """
+    """Returns a copy of ``module`` with other parameters and children, and without hooks."""
     new = type(module).__new__(type(module))
     for key, value in {**vars(module), **_FRESH}.items():
         vars(new)[key] = type(value)() if key in _FRESH and isinstance(value, dict) else value
@@ -92,11 +89,7 @@ def _quiet() -> Iterator[None]:
 
 
 def probed(module: nn.Module, find: Callable[[Any], Any]) -> Any:
-    """Returns what ``find`` returns for ``module``, called once for all that are alike.
-
-    The result is None if it raised an error: a forward that is called with arguments that it does
-    not take raises errors of any type.
-    """
+    """Returns what ``find`` returns for ``module``, called once for all that are alike."""
     try:
         key = find, description(module)
         hash(key)

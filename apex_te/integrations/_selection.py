@@ -110,11 +110,7 @@ def _pattern(argument: str, pattern: str, names: list[str]) -> Callable[[str, nn
 
 
 def _outer_blocks(model: nn.Module, first: int, last: int) -> dict[str, str]:
-    """Returns the reason to keep the first and last of each list of blocks, by dotted name.
-
-    A list of blocks is a ``ModuleList`` or ``Sequential`` of modules of one class that have
-    children, itself not inside a block.
-    """
+    """Returns the reason to keep the first and last of each list of blocks, by dotted name."""
     if not first and not last:
         return {}
     lists: list[str] = []

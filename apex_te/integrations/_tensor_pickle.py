@@ -334,11 +334,7 @@ def _strided(storage: Any, offset: Any, size: Any, stride: Any) -> Strided:
 
 
 def _legacy(data: bytes, allowance: _Allowance) -> Any:
-    """Returns the value in a ``torch.save`` file of the format before zip files.
-
-    It is five pickles (magic number, version, system, value, storage keys), then the storages'
-    bytes.
-    """
+    """Returns the value in a ``torch.save`` file of the format before zip files."""
     stream = _Stream(data)
     if _Reader(allowance).read(stream) != LEGACY_MAGIC:
         raise TensorPickleError("it is not a file of torch.save")
@@ -390,10 +386,7 @@ def _fill(storage: Storage, data: bytes) -> None:
 
 
 def _resolved(value: Any) -> Any:
-    """Replaces each ``Strided`` by its tensor: ``value`` itself, or the items of a dict or list.
-
-    A ``Strided`` in a deeper container stays. Items that are the same ``Strided`` get one tensor.
-    """
+    """Replaces each ``Strided`` by its tensor: ``value`` itself, or the items of a dict or list."""
     made: dict[int, torch.Tensor] = {}
 
     def tensor(item: Any) -> Any:

@@ -19,10 +19,7 @@ _UNKNOWN = ("position_bias", "s_aux", "softcap")
 
 
 def register_attention() -> None:
-    """Registers the implementation with transformers if that is loaded and has a registry.
-
-    ``model.set_attn_implementation("apex_te")`` selects it.
-    """
+    """Registers the implementation with transformers if that is loaded and has a registry."""
     if "transformers.modeling_utils" not in sys.modules:  # importing it takes seconds
         return
     try:

@@ -18,10 +18,7 @@ from ..runtime.named_arguments import check_flags, check_model, named_arguments
 
 
 class WrappedForward:
-    """Callable that replaces a model's ``forward`` and runs it in ``_run`` of a subclass.
-
-    A copy or pickle of the model contains an object that runs the copy.
-    """
+    """Callable that replaces a model's ``forward`` and runs it in ``_run`` of a subclass."""
 
     def __init__(self, model: Any) -> None:
         self.model = model

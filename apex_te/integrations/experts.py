@@ -20,10 +20,7 @@ _FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 
 
 def _gate_of(experts: Any) -> Any:
-    """Returns the activation of experts as ``run_experts`` takes it, else their own function.
-
-    It is asked for once, before code is compiled. A gate of the instance stays.
-    """
+    """Returns the activation of experts as ``run_experts`` takes it, else their own function."""
     own = experts.__dict__
     if "_apply_gate" in own:
         return own["_apply_gate"]
@@ -56,11 +53,7 @@ def is_experts(module: Any) -> bool:
 
 
 class ExpertGemm(GroupedLinear):
-    """``GroupedLinear`` over stacked Parameters of the experts, who set them for each call.
-
-    A weight ``[experts, out, in]`` may be a transposed view. The rows of several weights follow one
-    another; what runs the layer alone joins them to a copy.
-    """
+    """``GroupedLinear`` over stacked Parameters of the experts, who set them for each call."""
 
     def __init__(
         self,
@@ -203,10 +196,7 @@ def _registered_forward(
 
 
 def hold_upright(experts: Any) -> None:
-    """Notes that weights which the class has transposed are ``[experts, out, in]`` by now.
-
-    Their own forward may not know; the suite's computes outside of ``fp8_autocast``, too.
-    """
+    """Notes that weights which the class has transposed are ``[experts, out, in]`` by now."""
     experts.is_transposed = False
     experts._apex_te_upright = True
 

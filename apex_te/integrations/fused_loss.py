@@ -135,10 +135,7 @@ class _LossInPlace(_InPlace):
 
 
 class _LazyHead(_InPlace):
-    """Callable in place of a head's ``forward``, which leaves the GEMM to the loss.
-
-    ``has_multiplied`` is True after a call that gave logits, since the loss could not compute them.
-    """
+    """Callable in place of a head's ``forward``, which leaves the GEMM to the loss."""
 
     def __init__(self, head: nn.Module) -> None:
         super().__init__()
@@ -190,11 +187,7 @@ def _plain_loss() -> Callable[..., torch.Tensor]:
 
 
 def _head_to_fuse(model: Any) -> Any:
-    """Returns the model's head if it is nothing but a GEMM now, else None.
-
-    Adapters, hooks, shards and parametrizations need the head to be called, and so do options of
-    ``apex_te.Linear`` by which its gradients go elsewhere.
-    """
+    """Returns the model's head if it is nothing but a GEMM now, else None."""
     head = model.get_output_embeddings()
     if type(head) not in (nn.Linear, Linear):
         return None
@@ -213,10 +206,7 @@ def _head_to_fuse(model: Any) -> Any:
 
 @contextmanager
 def _in_place(owner: nn.Module, name: str, value: _Some) -> Iterator[_Some]:
-    """Gives a module an attribute of its own for the time of a ``with`` block.
-
-    Blocks of several threads share that of the first, and the last to end takes it away.
-    """
+    """Gives a module an attribute of its own for the time of a ``with`` block."""
     own = vars(owner)
     with _lock:
         there = own.get(name)

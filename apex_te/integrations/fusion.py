@@ -183,11 +183,7 @@ def _version(tensor: torch.Tensor) -> int | None:
 
 
 class _Joint:
-    """Several projections of one tensor, with its norm, in one layer, which runs once for all.
-
-    The block still calls as many layers, ``JointPart``; the first one called runs the joint layer
-    and stores its output, ``[..., rows]`` per projection; the others fetch their parts.
-    """
+    """Several projections of one tensor, with its norm, in one layer, which runs once for all."""
 
     __slots__ = ("linear", "parts", "rows", "seen", "version")
 
@@ -269,11 +265,7 @@ class JointPart(nn.Module):
 
 
 class JoinedNorm(nn.Module):
-    """Norm that keeps its parameters, but passes its input to a joined layer, which applies it.
-
-    A norm that was joined has a subclass of this class and of its own class, so that trainers and
-    initialization treat its parameters as before.
-    """
+    """Norm that keeps its parameters, but passes its input to a joined layer, which applies it."""
 
     def forward(self, inp: torch.Tensor | None) -> Any:
         """Returns ``inp``; if it is None, ``(weight, bias)``, so that hooks can fetch them."""
@@ -580,11 +572,7 @@ def _projection_layer(source: _Source, inner: int, outer: int) -> JoinedLinear |
 def _placed(
     block: nn.Module, source: _Source, path: str, module: nn.Module, parts: dict[str, tuple]
 ) -> tuple[_Step, dict[str, PartView]]:
-    """Gives ``module``, on the meta device, parameters and puts it in its place in the block.
-
-    ``parts`` has the linear layers that a weight and a bias are joined from, by prefix, such as
-    ``"fc1_"``. The second result has the original layers' parameters, by dotted name in the block.
-    """
+    """Gives ``module``, on the meta device, parameters and puts it in its place in the block."""
     linear = {
         f"{prefix}{attribute}": source.parts(attribute, *names)
         for prefix, names in parts.items()
@@ -653,10 +641,7 @@ def _check_scales(source: _Source, names: Iterable[str]) -> None:
 def _fill(
     module: nn.Module, source: _Source, path: str, linear: dict[str, list[tuple[str, Any]]]
 ) -> list[JoinedKey]:
-    """Gives the joined layer its parameters, from ``(key, Parameter)`` of the originals of each.
-
-    A parameter that is made of a single one in the same layout is that Parameter object itself.
-    """
+    """Gives the joined layer its parameters, from ``(key, Parameter)`` of the originals of each."""
     entries = []
     for name, parts in linear.items():
         values = [value for _, value in parts]

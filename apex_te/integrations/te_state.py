@@ -248,20 +248,14 @@ def load_te_extra_state(
 
 
 class SavedState(NamedTuple):
-    """FP8 state, on the CPU, of one apex_te module, read from an ``_extra_state``.
-
-    ``header`` is None if TransformerEngine has saved it; ``pending`` is as in ``TEState``.
-    """
+    """FP8 state, on the CPU, of one apex_te module, read from an ``_extra_state``."""
 
     state: FP8State
     header: torch.Tensor | None
     pending: bool
 
     def entries(self, prefix: str) -> dict[str, Any]:
-        """Returns the state's entries in a state dict of apex_te; keys begin with ``prefix``.
-
-        If ``pending``, set ``amax_groups.pending`` before, because the entries contain it.
-        """
+        """Returns the state's entries in a state dict of apex_te; keys begin with ``prefix``."""
         found: dict[str, Any] = {}
         save_state(self.state, found, prefix)
         if self.header is not None:
@@ -324,11 +318,7 @@ def _saves_its_own(module: torch.nn.Module) -> bool:
 
 
 def _converted(found: TEState, gemms: int, by_kind: bool) -> FP8State:
-    """Converts TransformerEngine's state to that of ``gemms`` GEMMs, on the CPU.
-
-    The slots are sorted ``by_kind`` (inputs, weights, outputs) or by GEMM. Slots that releases 0.x
-    do not have hold no amax values.
-    """
+    """Converts TransformerEngine's state to that of ``gemms`` GEMMs, on the CPU."""
     directions = (("fwd", FORWARD_SLOTS), ("bwd", BACKWARD_SLOTS))
     for direction, slots in directions:
         number = getattr(found, f"scale_{direction}").numel()

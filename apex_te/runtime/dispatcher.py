@@ -95,10 +95,7 @@ def _resolve(op: str, name: str, signature: str, device: str, device_index: int)
 
 
 def signature(op: str, name: str) -> str:
-    """Returns a C function's signature in its op's header; raises AttributeError without one.
-
-    ``name`` is the function's without the prefix ``apex_te_``.
-    """
+    """Returns a C function's signature in its op's header; raises AttributeError without one."""
     with build_errors(op):
         spec = get_builder(op).functions().get(name)
     if spec is None:
@@ -107,10 +104,7 @@ def signature(op: str, name: str) -> str:
 
 
 def function(op: str, name: str) -> Any:
-    """Returns a callable for one C function of an op; it takes torch tensors and scalars.
-
-    The library for a device is opened, or built, when the callable first meets a tensor there.
-    """
+    """Returns a callable for one C function of an op; it takes torch tensors and scalars."""
     bound = _functions.get((op, name))
     if bound is None:
         text = signature(op, name)
@@ -149,8 +143,5 @@ class _Ops:
 
 
 def ops(op: str) -> Any:
-    """Returns a namespace of an op's C functions, e.g. ``ops("cast_transpose").cast_transpose``.
-
-    Each is bound, as by ``function``, when its attribute is first read.
-    """
+    """Returns a namespace of an op's C functions, e.g. ``ops("cast_transpose").cast_transpose``."""
     return _Ops(op)

@@ -101,10 +101,7 @@ class FormerNames:
 
 
 def find_former_names() -> None:
-    """Installs ``FormerNames`` in ``sys.meta_path``, once, behind all other finders.
-
-    Before them for a package that is gone: its leftover folder would pass as a namespace package.
-    """
+    """Installs ``FormerNames`` in ``sys.meta_path``, once, behind all other finders."""
     if not any(isinstance(finder, FormerNames) for finder in sys.meta_path):
         sys.meta_path.insert(0, FormerNames("apex_te.quantizer"))
         sys.meta_path.append(FormerNames("apex_te."))

@@ -78,10 +78,7 @@ def is_batch_invariant() -> bool:
 
 
 def current(previous: bool) -> bool:
-    """Returns the mode of a module's forward; of a recompute, in backward, it is ``previous``.
-
-    A backward on a GPU runs in a thread of its own.
-    """
+    """Returns the mode of a module's forward; of a recompute, in backward, it is ``previous``."""
     if not is_compiling() and torch._C._current_graph_task_id() != -1:
         return previous
     return local.enabled

@@ -47,11 +47,7 @@ class ClampedSwiglu(NamedTuple):
 
 
 def block_scales(owner: str, scales: str | None, pow2: bool | None) -> str:
-    """Returns the rule of ``BLOCK_SCALES`` that ``scales`` or its former form ``pow2`` names.
-
-    Neither names "pow2". Raises TypeError or ValueError, naming ``owner``, for other values and for
-    two that contradict.
-    """
+    """Returns the rule of ``BLOCK_SCALES`` that ``scales`` or its former form ``pow2`` names."""
     if pow2 is not None:
         check_flags(owner, pow2=pow2)
     former = "fp32" if pow2 is False else "pow2"
@@ -91,10 +87,7 @@ def gated_activation_number(op: str, activation: str) -> int:
 
 
 def gate_arguments(op: str, activation: str | ClampedSwiglu) -> tuple[int, float, float, float]:
-    """Returns the kernels' number of a gated activation, and its limit, alpha and offset.
-
-    Errors about a name or a field of a ``ClampedSwiglu`` name the function ``op``.
-    """
+    """Returns the kernels' number of a gated activation, and its limit, alpha and offset."""
     if not isinstance(activation, ClampedSwiglu):
         return gated_activation_number(op, activation), 0.0, 0.0, 0.0
     for field, value in zip(activation._fields, activation, strict=True):

@@ -44,10 +44,7 @@ def _number(storage: torch.UntypedStorage) -> int:
 
 @functools.cache
 def watch_fused_optimizers() -> None:
-    """Makes steps of torch's fused optimizers increment the version counters of what they write.
-
-    Later calls do nothing.
-    """
+    """Makes steps of torch's fused optimizers increment the version counters of what they write."""
     register_optimizer_step_post_hook(_raise_versions)
 
 

@@ -20,7 +20,6 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,21 +30,13 @@ BF16, OURS, THEIRS = "bf16", "fp8, apex_te", "fp8, Transformer Engine"
 FUSED = "fp8, from_torch(fuse=True)"
 SWITCHED = (OURS, THEIRS)  # by Accelerate's mixed_precision="fp8"
 ONE_B = {
-    "vocab_size": 128256,
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-}
+    "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+    "num_attention_heads": 32, "num_key_value_heads": 8,
+}  # fmt: skip
 TINY = {
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
+    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2,
+}  # fmt: skip
 
 
 def arguments() -> argparse.Namespace:
@@ -57,9 +48,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of a sequence")
     parser.add_argument("--seconds", type=float, default=4.0, help="load that counts, per process")
     parser.add_argument("--once", action="store_true", help="each contender once, not twice")
-    parser.add_argument(
-        "--profile", action="store_true", help="print the kernels that take longest"
-    )
     parser.add_argument("--tiny", action="store_true", help="a tiny model, which a CPU can run")
     parser.add_argument("--worker", choices=(BF16, OURS, FUSED, THEIRS), help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -117,8 +105,6 @@ def worker(options: argparse.Namespace) -> dict[str, Any]:
         "loss": loss,
         "layers of": ", ".join(sorted(layers)),
     }
-    if options.profile:
-        print_kernels(options.worker, step)
     if on_gpu:
         row["peak GiB"] = torch.cuda.max_memory_allocated() / 2**30
     if fp8:
@@ -136,28 +122,7 @@ def convert(model: Any) -> None:
     autocast_forward(model)
 
 
-def print_kernels(stack: str, step: Callable[[], Any], steps: int = 3, rows: int = 40) -> None:
-    """Prints, for one step, the time of the kernels that take longest, and their number."""
-    import torch
-    from torch.profiler import ProfilerActivity, profile
-
-    kinds = [ProfilerActivity.CPU]
-    if torch.cuda.is_available():
-        kinds = [ProfilerActivity.CUDA]
-        torch.cuda.synchronize()
-    with profile(activities=kinds) as found:
-        for _ in range(steps):
-            step().item()
-    time_of = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
-    events = [(getattr(e, time_of) / steps / 1e3, e.count / steps, e.key) for e in
-              found.key_averages()]  # fmt: skip
-    events.sort(reverse=True)
-    print(f"== {stack}: {sum(ms for ms, _, _ in events):.1f} ms a step in kernels", file=sys.stderr)
-    for ms, number, name in events[:rows]:
-        print(f"{ms:9.3f} ms {number:7.1f} x {name[:110]}", file=sys.stderr)
-
-
-def run(stack: str, options: argparse.Namespace) -> dict[str, Any]:
+def run(stack: str) -> dict[str, Any]:
     """Runs one contender in a process of its own; returns its row."""
     environment = dict(os.environ)
     paths = [str(ROOT), environment.get("PYTHONPATH", "")]
@@ -171,12 +136,8 @@ def run(stack: str, options: argparse.Namespace) -> dict[str, Any]:
     environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     done = subprocess.run(
         [sys.executable, __file__, *sys.argv[1:], "--worker", stack],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    if options.profile:
-        print(done.stderr[done.stderr.find("== ") :], flush=True)
+        env=environment, capture_output=True, text=True,
+    )  # fmt: skip
     lines = done.stdout.strip().splitlines()
     if done.returncode != 0 or not lines:
         raise RuntimeError(f"{stack} ended with {done.returncode}:\n{done.stderr[-3000:]}")
@@ -194,15 +155,15 @@ def main() -> None:
     order = stacks if options.once else stacks + stacks[::-1]
     found: dict[str, list[dict[str, Any]]] = {stack: [] for stack in stacks}
     for stack in order:
-        found[stack].append(run(stack, options))
+        found[stack].append(run(stack))
         print(stack, found[stack][-1], flush=True)
     base = statistics.mean(row["tokens/s"] for row in found[BF16])
     rows = []
     for stack, runs in found.items():
-        rate = statistics.mean(row["tokens/s"] for row in runs)
         spread = [row["tokens/s"] for row in runs]
-        rows.append({"stack": stack, **runs[-1], "tokens/s": round(rate), "of bf16": rate / base})
-        rows[-1]["runs"] = spread
+        rate = statistics.mean(spread)
+        row = {"stack": stack, **runs[-1], "tokens/s": round(rate), "of bf16": rate / base}
+        rows.append({**row, "runs": spread})
     if not options.tiny:
         harness.report("accelerate", rows, batch=options.batch, tokens=options.tokens)
 

@@ -11,8 +11,6 @@ and backward with weights and gradients, and what of it is above them.
 
 from __future__ import annotations
 
-import argparse
-import gc
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -54,21 +52,8 @@ def make_step(model: Any, options: dict[str, Any] | None, ids: torch.Tensor) -> 
     return step
 
 
-def peak(step: Callable[[], Any]) -> tuple[float, float]:
-    """Returns the most GiB that a step holds: in all, and above what is held before it."""
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    step()
-    most = torch.cuda.max_memory_allocated()
-    return most / 2**30, (most - before) / 2**30
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     parser.add_argument("--batch", type=int, default=2, help="sequences of a step")
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of a sequence")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, which a CPU can run")
@@ -102,7 +87,10 @@ def main() -> None:
             row = {"stack": stack, "loss": float(loss)}
             found.append({**row, "gradients from transformers'": error})
             if device.type == "cuda":
-                found[-1]["peak GiB"], found[-1]["of the step GiB"] = peak(step)
+                before = torch.cuda.memory_allocated()
+                above = harness.memory(step)[2]
+                found[-1]["peak GiB"] = (before + above) / 2**30
+                found[-1]["of the step GiB"] = above / 2**30
         if device.type == "cuda":
             times = harness.paired_us(steps, repeats=9)
             for row, taken in zip(found, times, strict=True):

@@ -16,8 +16,8 @@ Contenders of a figure take turns.
 
 from __future__ import annotations
 
-import argparse
 import gc
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import harness
 import lora_stack
-from bench_lora import memory, times_in_turns
+from bench_lora import times_in_turns
 
 import apex_te
 from apex_te import from_torch
@@ -62,6 +62,7 @@ class Sizes(NamedTuple):
 LLAMA = Sizes(lora_stack.SHAPES["Llama-3-8B"], 32, 4, 128256, (2, 4096), 5, torch.bfloat16)
 TINY = Sizes(lora_stack.Shape(512, 512, 4, 2), 2, 1, 512, (1, 16), 1, torch.float32)
 Row = dict[str, Any]
+Weights = list[dict[str, torch.Tensor]]  # of each layer, by the projections' names
 
 
 def released(rows: int, cols: int, dtype: torch.dtype, device: str) -> FP8Parameter:
@@ -73,7 +74,7 @@ def released(rows: int, cols: int, dtype: torch.dtype, device: str) -> FP8Parame
     return FP8Parameter.from_codes(codes, scale, RECIPE, dtype)
 
 
-def layers_of(sizes: Sizes, device: str) -> list[dict[str, torch.Tensor]]:
+def layers_of(sizes: Sizes, device: str) -> Weights:
     """Returns the released weights of each layer, by the projections' names."""
     with torch.device("meta"):
         layer = lora_stack.Layer(sizes.shape)
@@ -84,9 +85,7 @@ def layers_of(sizes: Sizes, device: str) -> list[dict[str, torch.Tensor]]:
     ]
 
 
-def stack_of(
-    layers: list[dict[str, torch.Tensor]], sizes: Sizes, kind: str, trained: bool, device: str
-) -> nn.Sequential:
+def stack_of(layers: Weights, sizes: Sizes, kind: str, trained: bool, device: str) -> nn.Sequential:
     """Returns layers of "torch" or "apex_te" that hold the given weights."""
     made = []
     for weights in layers:
@@ -179,20 +178,7 @@ def timed(
         yield row | {"ms": ms} | {f"over {rows[i]['stack']}": ms / times[i] for i in range(2)}
 
 
-def distance(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
-    """Returns the mean relative distance of gradients."""
-    pairs = zip(found, wanted, strict=True)
-    return sum(float((f.float() - w.float()).norm() / w.float().norm()) for f, w in pairs) / len(
-        wanted
-    )
-
-
-def weights_and_lora(
-    held: list[dict[str, torch.Tensor]],
-    plain: list[dict[str, torch.Tensor]],
-    sizes: Sizes,
-    device: str,
-) -> Iterator[Row]:
+def weights_and_lora(held: Weights, plain: Weights, sizes: Sizes, device: str) -> Iterator[Row]:
     """Yields the bytes of weights, and the figures of training adapters."""
     gib = [
         sum(lora_stack.tensor_bytes(w) for layer in layers for w in layer.values()) / 2**30
@@ -215,13 +201,12 @@ def weights_and_lora(
         stack = with_adapters(stack_of(weights, sizes, kind, False, device), decoded, fused)
         step = forward_backward(stack, weights is held, x, dy)
         step()
-        before = torch.cuda.memory_allocated() if device == "cuda" else 0
-        gradients, _, peak = memory(device, step)
+        gradients, _, peak = harness.memory(step)
         reference = reference or gradients
         row: Row = {"figure": "LoRA", "stack": name}
-        row["gradients differ by"] = distance(gradients, reference)
-        if peak is not None:
-            row["peak GiB above"] = (peak - before) / 2**30
+        row["gradients differ by"] = statistics.mean(harness.distances(gradients, reference))
+        if device == "cuda":
+            row["peak GiB above"] = peak / 2**30
         rows.append(row)
         steps.append(step)
         del gradients
@@ -229,12 +214,7 @@ def weights_and_lora(
     yield from timed(rows, steps, sizes, device)
 
 
-def full(
-    held: list[dict[str, torch.Tensor]],
-    plain: list[dict[str, torch.Tensor]],
-    sizes: Sizes,
-    device: str,
-) -> Iterator[Row]:
+def full(held: Weights, plain: Weights, sizes: Sizes, device: str) -> Iterator[Row]:
     """Yields the figures of training all weights of a few layers."""
     x, dy = inputs(sizes, device)
     steps: list[Callable[[], Any]] = []
@@ -263,7 +243,7 @@ def full(
     yield from timed(rows, steps, sizes, device)
 
 
-def language_model(layers: list[dict[str, torch.Tensor]], sizes: Sizes, device: str) -> Any:
+def language_model(layers: Weights, sizes: Sizes, device: str) -> Any:
     """Returns a converted ``LlamaForCausalLM`` with the given weights; joined ones are copies."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -289,12 +269,7 @@ def language_model(layers: list[dict[str, torch.Tensor]], sizes: Sizes, device: 
     return model
 
 
-def hand_over(
-    held: list[dict[str, torch.Tensor]],
-    plain: list[dict[str, torch.Tensor]],
-    sizes: Sizes,
-    device: str,
-) -> Iterator[Row]:
+def hand_over(held: Weights, plain: Weights, sizes: Sizes, device: str) -> Iterator[Row]:
     """Yields the figures of ``fp8_tensors``."""
     try:
         import transformers  # noqa: F401
@@ -315,13 +290,12 @@ def hand_over(
                 torch.cuda.synchronize()
             return time.perf_counter() - start, count
 
-        before = torch.cuda.memory_allocated() if device == "cuda" else 0
-        (first, count), _, peak = memory(device, taken)
+        (first, count), _, peak = harness.memory(taken)
         later = sorted(taken()[0] for _ in range(sizes.repeats))[sizes.repeats // 2]
         row: Row = {"figure": "hand-over", "stack": name, "GiB": count / 2**30}
         row |= {"first ms": first * 1e3, "ms": later * 1e3}
-        if peak is not None:
-            row["peak GiB above"] = (peak - before) / 2**30
+        if device == "cuda":
+            row["peak GiB above"] = peak / 2**30
         yield row
         del model, taken
         gc.collect()
@@ -359,13 +333,12 @@ def log_probs(sizes: Sizes, device: str) -> Iterator[Row]:
         def step(call: Callable[[], torch.Tensor] = call) -> list[torch.Tensor]:
             return list(torch.autograd.grad(call(), (x, w), dy))
 
-        before = torch.cuda.memory_allocated() if device == "cuda" else 0
-        gradients, _, peak = memory(device, step)
+        gradients, _, peak = harness.memory(step)
         reference = reference or gradients
         row: Row = {"figure": "log-probs", "stack": name}
-        row["gradients differ by"] = distance(gradients, reference)
-        if peak is not None:
-            above = peak - before - sum(g.nbytes for g in gradients)
+        row["gradients differ by"] = statistics.mean(harness.distances(gradients, reference))
+        if device == "cuda":
+            above = peak - sum(g.nbytes for g in gradients)
             row |= {"peak GiB above": above / 2**30, "of logits": above / logits}
         rows.append(row)
         steps.append(step)
@@ -393,7 +366,7 @@ def measured(sizes: Sizes, device: str) -> Iterator[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = harness.parser(__doc__)
     parser.add_argument("--tiny", action="store_true", help="small sizes on the CPU")
     tiny = parser.parse_args().tiny
     sizes, device = (TINY, "cpu") if tiny else (LLAMA, "cuda")

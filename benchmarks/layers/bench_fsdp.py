@@ -119,15 +119,6 @@ def measured(runs: dict[str, Callable[[], Any]], repeats: int = 12) -> dict[str,
     return {name: {key: of_slowest(v) for key, v in found.items()} for name, found in times.items()}
 
 
-def peak_memory(run: Callable[[], Any]) -> float:
-    """GB that a step takes at most, with what there is before it."""
-    run()
-    torch.cuda.reset_peak_memory_stats()
-    run()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() / 1e9
-
-
 def compared() -> Iterator[harness.Row]:
     """Yields the rows; each rank measures them."""
     torch.utils.deterministic.fill_uninitialized_memory = False
@@ -140,10 +131,12 @@ def compared() -> Iterator[harness.Row]:
         for gather in ("FP8", "bf16"):
             gc.collect()  # models that are gone
             torch.cuda.empty_cache()
-            before = torch.cuda.memory_allocated() / 1e9
+            before = torch.cuda.memory_allocated()
             model = sharded(LAYERS, scaling if gather == "FP8" else None)
             runs[gather] = step(model, scaling)
-            peaks[gather] = peak_memory(runs[gather]) - before
+            runs[gather]()
+            model_bytes = torch.cuda.memory_allocated() - before
+            peaks[gather] = (model_bytes + harness.memory(runs[gather])[2]) / 1e9
         times = measured(runs)
         apex_te.flush_fp8_state()
         for gather, counts in (("FP8", sent), ("bf16", plain)):

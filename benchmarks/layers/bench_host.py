@@ -10,7 +10,6 @@ ratio that to torch in bf16. Weights are quantized in every step.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import statistics
 import sys
@@ -64,12 +63,16 @@ def linear_steps() -> dict[str, Step]:
 
 def llama_steps() -> dict[str, Step]:
     size, none = (2, 16, TINY["hidden"]), stacks.our_autocast(None)
+    te = stacks.transformer_engine()
     plain = stacks.Plain(**TINY).to("cuda", stacks.DTYPE)
     steps = {"torch bf16": stacks.step(plain, none, size)}
     for name, recipe in RECIPES.items():
-        steps[f"apex_te {name}"] = stacks.step(
-            stacks.layer(**TINY), stacks.our_autocast(recipe), size
-        )
+        region = stacks.our_autocast(recipe)
+        steps[f"apex_te {name}"] = stacks.step(stacks.layer(**TINY), region, size)
+        theirs = None if te is None else stacks.their_autocast(te, name)
+        if theirs is not None:
+            step = stacks.step(stacks.their_layer(te, **TINY), theirs, size)
+            steps[f"{stacks.TRANSFORMER_ENGINE} {name}"] = step
     return steps
 
 
@@ -80,13 +83,7 @@ LAYERS = {
 
 
 def in_turns(steps: dict[str, Step], calls: int, rounds: int) -> dict[str, float]:
-    """Returns microseconds of a call by stack; the GPU is drained before each turn.
-
-    Args:
-        steps: by stack.
-        calls: of a stack in each of its turns.
-        rounds: turns of each stack.
-    """
+    """Returns microseconds of a call by stack; the GPU is drained before each of its ``rounds``."""
     for step in steps.values():
         for _ in range(20):
             step()
@@ -105,9 +102,7 @@ def in_turns(steps: dict[str, Step], calls: int, rounds: int) -> dict[str, float
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     parser.add_argument("--layer", choices=[*LAYERS], help="one layer instead of both")
     parser.add_argument("--rounds", type=int, default=21, help="turns of each stack")
     options = parser.parse_args()

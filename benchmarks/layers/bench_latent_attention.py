@@ -6,7 +6,6 @@ turns with a cold L2 cache. Peak GiB is what a step needs above weights, inputs 
 
 from __future__ import annotations
 
-import argparse
 import copy
 import sys
 from collections.abc import Callable
@@ -127,16 +126,15 @@ class Contenders:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = harness.parser(__doc__)
     parser.add_argument("--tokens", type=int, nargs=2, default=(1, 4096))
     batch, tokens = parser.parse_args().tokens
     found = Contenders(SIZES, batch, tokens, "cuda")
     rows = []
     for what, calls in (("train", found.train), ("generate a token", found.generate)):
-        times = harness.paired_us(list(calls.values()), repeats=10)
-        for (name, call), each in zip(calls.items(), times, strict=True):
-            row = {"step": what, "contender": name, "ms": each["us"] / 1e3}
-            rows.append({**row, "peak GiB above": harness.peak_gib(call)})
+        for name, ms in harness.paired_ms(calls, repeats=10).items():
+            row = {"step": what, "contender": name, "ms": ms}
+            rows.append({**row, "peak GiB above": harness.peak_gib(calls[name])})
     harness.report("latent_attention", rows, batch=batch, tokens=tokens)
 
 

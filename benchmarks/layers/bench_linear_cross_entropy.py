@@ -8,8 +8,7 @@ allocated before, less the gradients of hidden states and weight, which all cont
 
 from __future__ import annotations
 
-import argparse
-import gc
+import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -34,23 +33,14 @@ def losses() -> dict[str, Loss]:
         "torch": lambda x, w, t: F.cross_entropy(F.linear(x, w), t),
         "product + op": lambda x, w, t: cross_entropy(F.linear(x, w), t, overwrite_logits=True),
     }
+    linear = apex_te.linear_cross_entropy
     for rows in (None, 1024, 2048):
-
-        def ours(
-            x: torch.Tensor, w: torch.Tensor, t: torch.Tensor, rows: int | None = rows
-        ) -> torch.Tensor:
-            return apex_te.linear_cross_entropy(x, w, t, chunk_rows=rows)
-
-        found[f"linear_cross_entropy, {rows or 'default'} rows"] = ours
-    for name, chosen in (("tensorwise", recipe.CurrentScaling()), ("fp32 sums", None)):
-
-        def other(
-            x: torch.Tensor, w: torch.Tensor, t: torch.Tensor, chosen: Any = chosen
-        ) -> torch.Tensor:
-            dtype = torch.float32 if chosen is None else None
-            return apex_te.linear_cross_entropy(x, w, t, fp8_recipe=chosen, weight_grad_dtype=dtype)
-
-        found[f"linear_cross_entropy, {name}"] = other
+        name = f"linear_cross_entropy, {rows or 'default'} rows"
+        found[name] = functools.partial(linear, chunk_rows=rows)
+    tensorwise = functools.partial(linear, fp8_recipe=recipe.CurrentScaling())
+    found["linear_cross_entropy, tensorwise"] = tensorwise
+    wide = functools.partial(linear, weight_grad_dtype=torch.float32)
+    found["linear_cross_entropy, fp32 sums"] = wide
     try:
         from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
     except ImportError:
@@ -61,7 +51,7 @@ def losses() -> dict[str, Loss]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = harness.parser(__doc__)
     parser.add_argument("--sizes", type=int, nargs=3, default=(8192, 4096, 128256))
     rows, hidden, words = parser.parse_args().sizes
     x = torch.randn(rows, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -74,26 +64,18 @@ def main() -> None:
         return lambda: torch.autograd.grad(loss(x, w, target), (x, w))
 
     exact = None
-    found = []
-    for name, loss in contenders.items():
-        gc.collect()
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        grads = step(loss)()
-        kept = sum(g.numel() * g.element_size() for g in grads)
-        peak = torch.cuda.max_memory_allocated() - before - kept
+    found: list[harness.Row] = []
+    steps = {name: step(loss) for name, loss in contenders.items()}
+    for name, call in steps.items():
+        grads, _, peak = harness.memory(call)
+        peak -= sum(g.nbytes for g in grads)
         exact = exact or grads
-        error = max(
-            float((g.float() - e.float()).norm() / e.float().norm())
-            for g, e in zip(grads, exact, strict=True)
-        )
+        error = max(harness.distances(grads, exact))
         found.append({"stack": name, "peak GiB": peak / 2**30, "from torch's": error})
         del grads
-    times = harness.paired_us([step(loss) for loss in contenders.values()], repeats=9)
-    for row, taken in zip(found, times, strict=True):
-        row["ms"] = taken["us"] / 1e3
-        row["over torch"] = row["ms"] / (times[0]["us"] / 1e3)
+    times = harness.paired_ms(steps, repeats=9)
+    for row in found:
+        row |= {"ms": times[row["stack"]], "over torch": times[row["stack"]] / times["torch"]}
     harness.report("linear_cross_entropy", found, sizes=[rows, hidden, words])
 
 

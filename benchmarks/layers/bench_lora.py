@@ -11,8 +11,7 @@ that stands alone. Peak memory: the largest allocation in one step, weights incl
 
 from __future__ import annotations
 
-import argparse
-import gc
+import functools
 import statistics
 import sys
 import time
@@ -57,21 +56,6 @@ def step_of(
     return step
 
 
-def memory(device: str, call: Callable[[], Any]) -> tuple[Any, int | None, int | None]:
-    """Runs a function; returns its result, and on a GPU the bytes it left and its peak."""
-    if device != "cuda":
-        return call(), None, None
-    gc.collect()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    result = call()
-    torch.cuda.synchronize()
-    gc.collect()
-    left = torch.cuda.memory_allocated() - before
-    return result, left, torch.cuda.max_memory_allocated()
-
-
 def times_in_turns(steps: list[Callable[[], Any]], device: str, repeats: int) -> list[float]:
     """Returns the median milliseconds of each function."""
     if device == "cuda":
@@ -87,7 +71,7 @@ def times_in_turns(steps: list[Callable[[], Any]], device: str, repeats: int) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = harness.parser(__doc__)
     parser.add_argument("--shape", choices=lora_stack.SHAPES, default="Llama-3-8B")
     parser.add_argument("--tokens", type=int, nargs=2, default=(2, 4096), help="batch and length")
     parser.add_argument("--layers", type=int, default=4)
@@ -101,12 +85,10 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     steps, reference = [], None
     for name, (kind, scaling, fused) in CONTENDERS.items():
-        model, held, _ = memory(
-            args.device,
-            lambda kind=kind, scaling=scaling, fused=fused: lora_stack.make_stack(
-                shape, args.layers, kind, scaling, args.rank, args.device, dtype, fused
-            ),
+        make = functools.partial(
+            lora_stack.make_stack, shape, args.layers, kind, scaling, args.rank, args.device, dtype
         )
+        model, held, _ = harness.memory(lambda make=make, fused=fused: make(fused))
         with torch.no_grad():  # adapters as in the middle of a training
             for parameter in model.parameters():
                 if parameter.requires_grad:
@@ -116,18 +98,14 @@ def main() -> None:
         step = step_of(model, scaling, x)
         for _ in range(2):
             step()
-        others = 0 if held is None else torch.cuda.memory_allocated() - held
-        gradients, _, peak = memory(args.device, step)
+        gradients, _, peak = harness.memory(step)
         weights = sum(map(lora_stack.tensor_bytes, model.parameters()))
         reference = reference or gradients
-        error = sum(
-            float((g.float() - r.float()).norm() / r.float().norm())
-            for g, r in zip(gradients, reference, strict=True)
-        ) / len(reference)
+        error = statistics.mean(harness.distances(gradients, reference))
         row = {"stack": name, "weight MiB": weights / 2**20}
         row["of bf16"] = row["weight MiB"] / rows[0]["weight MiB"] if rows else 1.0
-        if held is not None and peak is not None:
-            row |= {"allocated MiB": held / 2**20, "peak MiB": (peak - others) / 2**20}
+        if args.device == "cuda":
+            row |= {"allocated MiB": held / 2**20, "peak MiB": (held + peak) / 2**20}
         row["gradients differ by"] = error
         rows.append(row)
         steps.append(step)

@@ -10,8 +10,6 @@ SwiGLU. "main_grad" adds to fp32 ``main_grad``; "cast once" has ``keep_columnwis
 experts between the same permutation and SwiGLU. Host ms is what the host spends to issue a step.
 Peak GiB is what a step needs above weights and their gradients.
 
-``moe_routing`` is Qwen3's experts under other routings: 32,768 tokens of two experts each, evenly,
-with one expert for all tokens, with 40 experts for none; and 1, 8 and 64 tokens of eight.
 ``moe_host`` is the host's time by number of experts, of layers that are small for the GPU.
 
 Floors and what the parts should take are in the table of each kernel's benchmark; the sum of all
@@ -20,7 +18,6 @@ kernels' floors in FP8 with nothing fused is 4.2 ms (Qwen3) and 12.5 ms (DeepSee
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -149,39 +146,6 @@ def transformer_engine(
     return experts, [*fc1.parameters(), *fc2.parameters()]
 
 
-def routings(experts: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Returns each token's experts and probs under the routings of ``moe_routing``."""
-    even = routed(32768, 2, experts)
-    index = even[0].long()
-    half = torch.stack((torch.zeros_like(index[:, 0]), 1 + index[:, 1] % (experts - 1)), 1)
-    first = index[:, :1] % (experts - 40)
-    few = torch.cat((first, (first + 1 + index[:, 1:] % (experts - 41)) % (experts - 40)), 1)
-    cases = {"mild": even, "one expert gets half": (half.int(), even[1])}
-    cases["40 experts get none"] = few.int(), even[1]
-    return cases | {f"{n} tokens": routed(n, 8, experts) for n in (1, 8, 64)}
-
-
-def measure_routings() -> None:
-    _, _, hidden, ffn, count, _ = BLOCKS["Qwen3-30B-A3B"]
-    experts = {"torch bf16": theirs(hidden, ffn, count), "ours": ours(hidden, ffn, count)}
-    rows = []
-    for routing, (index, probs) in routings(count).items():
-        x = torch.randn(len(index), hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        common = x, torch.randn_like(x), (index, probs)
-        calls = {"torch bf16": step(*experts["torch bf16"], *common, None)}
-        for name, recipe in RECIPES.items():
-            calls[name] = step(*experts["ours"], *common, recipe)
-        calls["tensorwise, weights held"] = step(
-            *experts["ours"], *common, RECIPES["tensorwise"], False
-        )
-        times = harness.paired_us(list(calls.values()), repeats=5)
-        for name, each in zip(calls, times, strict=True):
-            ratio = times[0]["us"] / each["us"]
-            row = {"routing": routing, "contender": name, "ms": each["us"] / 1e3}
-            rows.append(row | {"over torch bf16": ratio})
-    harness.report("moe_routing", rows)
-
-
 def measure_host() -> None:
     rows = []
     for count in (8, 32, 128, 256):
@@ -210,7 +174,7 @@ def converted(hidden: int, ffn: int, count: int) -> tuple[Any, list[torch.Tensor
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser = harness.parser(__doc__)
     parser.add_argument("--recipes", nargs="*", default=list(RECIPES), choices=list(RECIPES))
     chosen = parser.parse_args().recipes
     te = stacks.transformer_engine()
@@ -247,7 +211,6 @@ def main() -> None:
             rows.append(row)
     harness.report("moe_block", rows, sm_clock_mhz=f"{clock} to {harness.sm_clock_mhz()}")
     if chosen == list(RECIPES):
-        measure_routings()
         measure_host()
 
 

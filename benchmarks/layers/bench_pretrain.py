@@ -36,13 +36,7 @@ STACKS = {
 
 
 def run(options: argparse.Namespace, own: list[str], folder: str) -> dict[str, Any]:
-    """Returns the figures that train.py prints at its end.
-
-    Args:
-        options: the command line.
-        own: options of the stack.
-        folder: for the run's log.
-    """
+    """Returns the figures that train.py prints at its end; ``own`` are options of the stack."""
     command = [
         sys.executable, str(ROOT / TRAIN), *shared(options), *own,
         "--out", folder, "--eval-tokens", "0", "--sample", "0", "--health-every", "0",
@@ -64,9 +58,7 @@ def shared(options: argparse.Namespace) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     parser.add_argument("--model", default="1.3b", help="a shape of examples/pretrain")
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--batch", type=int, default=8)

@@ -77,9 +77,8 @@ def collective_times(group: Any, ranks: int) -> list[dict[str, Any]]:
         }
         other.zero_()
         for name, call in calls.items():
-            rows.append(
-                {"collective": name, "ranks": ranks, "bytes": size, "us": collective_us(call)}
-            )
+            row = {"collective": name, "ranks": ranks, "bytes": size}
+            rows.append({**row, "us": collective_us(call)})
     return rows
 
 
@@ -142,20 +141,11 @@ def layers(mesh: Any, ranks: int) -> list[dict[str, Any]]:
                     local = milliseconds(run)
                 with stand_ins(copies=False):
                     alone = milliseconds(run)
-            rows.append(
-                {
-                    "layer": "Llama-3-8B",
-                    "split": split,
-                    "ranks": ranks,
-                    "stack": stack,
-                    "layers": 1 if split == "tp" else LAYERS,
-                    "tokens": TOKENS,
-                    "batch": BATCH,
-                    "ms": whole,
-                    "exposed ms": whole - local,
-                    "waited ms": whole - alone,
-                }
-            )
+            rows.append({
+                "layer": "Llama-3-8B", "split": split, "ranks": ranks, "stack": stack,
+                "layers": 1 if split == "tp" else LAYERS, "tokens": TOKENS, "batch": BATCH,
+                "ms": whole, "exposed ms": whole - local, "waited ms": whole - alone,
+            })  # fmt: skip
             del run
             torch.cuda.empty_cache()
     return rows

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +35,6 @@ SIZES = (
 )
 
 
-def peak_gib(step: Callable[[], None], module: torch.nn.Module) -> float:
-    """Returns the peak memory of a step in GiB above what is allocated before it."""
-    step()
-    peak, before = stacks.peak_bytes(step, module)
-    return (peak - before) / 2**30
-
-
 def row(tokens: int, hidden: int, features: int, options: argparse.Namespace) -> dict[str, Any]:
     """Measures one size."""
     taken = dense_gemm_swiglu.gains(tokens, features, hidden)
@@ -56,7 +48,11 @@ def row(tokens: int, hidden: int, features: int, options: argparse.Namespace) ->
         "fused": stacks.with_fused_swiglu(True, step),
         "apart": stacks.with_fused_swiglu(False, step),
     }
-    peaks = {name: peak_gib(call, module) for name, call in calls.items()}
+    peaks = {}
+    for name, call in calls.items():
+        call()
+        peak, before = stacks.peak_bytes(call, module)
+        peaks[name] = (peak - before) / 2**30
     found = sustained(calls, options.rounds, options.block, 1.0)
     times = {name: found[name]["ms sustained"] for name in calls}
     return {
@@ -70,9 +66,7 @@ def row(tokens: int, hidden: int, features: int, options: argparse.Namespace) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     parser.add_argument("--sizes", default=SIZES, help="tokens x hidden x features, with commas")
     parser.add_argument("--rounds", type=int, default=4, help="blocks of each under load")
     parser.add_argument("--block", type=float, default=0.4, help="seconds of a block")

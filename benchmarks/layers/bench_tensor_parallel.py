@@ -7,24 +7,6 @@ collectives are copies on the device. "collectives ms" is the step without peers
 gathers and reductions over NCCL. Steps run in a row, as in training, where the host is ahead of the
 GPU; "one step" begins on an idle GPU, whose first kernels wait for the host. Every rank times every
 step; the slowest rank counts.
-
-Pieces, one exchange with its product on 2 H200, us (FP8; gathers of 2 x 16.8 MB, sums of 67 MB):
-
-| product | alone | collective, then product | NCCL in 2 pieces | peers' memory |
-|---|---|---|---|---|
-| QKV, gather before | 140 | 235 | 239 | 153 |
-| FC1, gather before | 646 | 812 | 825 | 718 |
-| projection, sum behind | 106 | 271 | 277 | 188 |
-| FC2, sum behind | 319 | 488 | 502 | 355 |
-| projection's gradient, gather before | 105 | 197 | 200 | 116 |
-| FC2's gradient, gather before | 357 | 453 | 508 | 395 |
-
-Also tried: NCCL in 4 pieces (projection 339, FC2 608), the product writing to the peer's memory
-itself (200, 429), two copies for each piece (165, 389).
-
-One step of the layer, time with collectives over time with pieces of any size, FP8 / bf16: on 2
-GPUs 2 x 1024 tokens 0.99 / 0.99, 2 x 2048 0.99 / 1.18; on 4 GPUs 2 x 4096 0.94 / 1.13. Hence the
-smallest piece of 16 MiB: smaller ones save less time than their launches take.
 """
 
 from __future__ import annotations
@@ -58,13 +40,7 @@ def in_a_row(run: Callable[[], None], steps: int = 8, repeats: int = 7) -> float
     for _ in range(repeats):
         distributed.barrier()
         torch.cuda.synchronize()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for _ in range(steps):
-            run()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / steps)
+        times.append(harness.elapsed_us(lambda: [run() for _ in range(steps)]) / steps / 1e3)
     return of_slowest(times)
 
 

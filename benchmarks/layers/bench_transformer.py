@@ -16,20 +16,12 @@ where the layer has SwiGLU in its products' epilogues, without that;
 other numbers of tokens, with the time of a token over that of the first size ("per token"), each
 recipe's sizes taking turns; peak memory of one step alone on the GPU, and what of it is above what
 was allocated before the step (parameters, input and output gradient, but no gradients of
-parameters); host time to issue a step of a tiny layer (2 x 16 tokens).
-
-Programmatic dependent launch of all the layer's own kernels was tried (H200, Llama, 2026-11-23):
-the gaps between kernels fell from 89 to 51 us (delayed), 131 to 74 (tensorwise) and 111 to 60
-(blockwise), the step stayed within its noise, sustained 11.86 against 12.05 ms, 12.91 against
-12.99 and 14.54 against 14.81, cold 11.93 against 12.11, 13.19 against 13.06 and 14.57 against
-14.32, since power bounds it; the costlier launches added 0.15 ms of host time to the tiny layer's
-1.05. Hence launches are plain, but for the pairs within one op. The memsets of a step, 12 to 14 of
-about 1 us, are those of cuBLASLt and cuDNN.
+parameters).
 
     python benchmarks/layers/bench_transformer.py                    # all
     python benchmarks/layers/bench_transformer.py --model llama --recipes delayed,blockwise \\
-        --tokens 2x4096,2x4095,3x2731 --peers te --no-host
-    python benchmarks/layers/bench_transformer.py --model llama --tokens 2x4096 --no-host \\
+        --tokens 2x4096,2x4095,3x2731 --peers te
+    python benchmarks/layers/bench_transformer.py --model llama --tokens 2x4096 \\
         --no-variants --name transformer_h100                     # the README's table
 """
 
@@ -59,8 +51,7 @@ import apex_te
 MODELS = {"llama": "Llama-3-8B", "gpt": "GPT"}
 PEERS = ("torch", "compiled", "torchao", "te")
 TOKENS = "2x4096,2x4095,3x2731"
-TINY = {"hidden": 256, "ffn": 512, "heads": 4, "groups": 4}
-GPU, HOST = "GPU, forward + backward", "host, forward + backward"
+GPU = "GPU, forward + backward"
 Step = Callable[[], None]
 Rows = dict[str, dict[str, Any]]  # by stack
 Made = tuple[Callable[[], torch.nn.Module], stacks.Autocast]
@@ -68,9 +59,7 @@ Made = tuple[Callable[[], torch.nn.Module], stacks.Autocast]
 
 def arguments() -> argparse.Namespace:
     """Returns the options of the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = harness.parser(__doc__)
 
     def names(known: Any) -> Callable[[str], list[str]]:
         def split(text: str) -> list[str]:
@@ -95,18 +84,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--kernels", action="store_true", help="print times by kernel name")
     parser.add_argument("--no-variants", action="store_true", help="recipes alone, no options")
     parser.add_argument("--name", default="transformer", help="of the results file")
-    parser.add_argument("--no-host", action="store_true", help="leave the tiny layers out")
     return parser.parse_args()
 
 
 class Bench:
-    """The measurements of one model.
-
-    Args:
-        model: a name of ``SHAPES``.
-        options: the command line's.
-        te: Transformer Engine's package for torch, or None.
-    """
+    """The measurements of a model of ``SHAPES``; ``te`` is Transformer Engine's package or None."""
 
     def __init__(self, model: str, options: argparse.Namespace, te: Any) -> None:
         self.model, self.options = model, options
@@ -195,16 +177,10 @@ class Bench:
         warm = sustained(steps, self.options.rounds, self.options.block)
         kernels = families(steps, self.options.kernels)
         print(f"{self.model}: {time.perf_counter() - begin:.0f} s", flush=True)
+        about = {"layer": self.model, "measure": GPU}
+        parts = (cold, peaks, warm, kernels)
         return [
-            {
-                "layer": self.model,
-                "measure": GPU,
-                "stack": name,
-                **cold[name],
-                **peaks.get(name, {}),
-                **warm[name],
-                **kernels[name],
-            }
+            {**about, "stack": name, **{k: v for p in parts for k, v in p.get(name, {}).items()}}
             for name in steps
         ]
 
@@ -239,12 +215,7 @@ class Bench:
 
 
 def cold_times(steps: dict[str, Step], repeats: int) -> Rows:
-    """Returns each step's milliseconds with a cold L2, by itself and taking turns with the others.
-
-    Args:
-        steps: by stack.
-        repeats: timed steps of each, after a few that are not.
-    """
+    """Returns each step's milliseconds with a cold L2, by itself and in turns with the others."""
     turns = harness.paired_us([*steps.values()], repeats=repeats, warmup=6)
     found = {}
     for (name, step), turn in zip(steps.items(), turns, strict=True):
@@ -259,12 +230,7 @@ def cold_times(steps: dict[str, Step], repeats: int) -> Rows:
 
 
 def families(steps: dict[str, Step], by_name: bool) -> Rows:
-    """Returns the milliseconds of each stack's kernels by family, and prints the largest ones.
-
-    Args:
-        steps: by stack; each is profiled in a loop of its own that follows the last one at once.
-        by_name: print the times of single kernels.
-    """
+    """Returns milliseconds of each stack's kernels by family; prints the largest ``by_name``."""
     found = {}
     for name, step in steps.items():
         durations = kernel_families.kernel_ms(step)
@@ -275,31 +241,6 @@ def families(steps: dict[str, Step], by_name: bool) -> Rows:
             for kernel, ms in sorted(durations.items(), key=lambda item: -item[1])[:25]:
                 print(f"  {ms:7.3f}  {kernel_families.family(kernel):9}  {kernel[:90]}")
     return found
-
-
-def host_rows(llama: bool, options: argparse.Namespace, te: Any) -> list[dict[str, Any]]:
-    """Returns the rows of host time of a tiny layer, one for each stack."""
-    shape = {**TINY, "llama": llama}
-    size = (2, 16, TINY["hidden"])
-    none = stacks.our_autocast(None)
-    plain = stacks.Plain(**shape).to("cuda", stacks.DTYPE)
-    steps = {"torch bf16": stacks.step(plain, none, size)} if "torch" in options.peers else {}
-    for key in options.recipes:
-        ours = stacks.our_autocast(RECIPES[key])
-        steps[f"apex_te {key}"] = stacks.step(stacks.layer(**shape), ours, size)
-        theirs = None if te is None else stacks.their_autocast(te, key)
-        if theirs is not None:
-            module = stacks.their_layer(te, **shape)
-            steps[f"{stacks.TRANSFORMER_ENGINE} {key}"] = stacks.step(module, theirs, size)
-    return [
-        {
-            "layer": f"tiny {'Llama' if llama else 'GPT'}, 2 x 16 tokens",
-            "measure": HOST,
-            "stack": name,
-            "ms": harness.host_us(step, calls=50) / 1e3,
-        }
-        for name, step in steps.items()
-    ]
 
 
 def main() -> None:
@@ -315,9 +256,6 @@ def main() -> None:
             rows += bench.token_rows()
         gc.collect()
         torch.cuda.empty_cache()
-    if not options.no_host:
-        for key in options.model:
-            rows += host_rows(key == "llama", options, te)
     extra = {"transformer_engine": te_version()} if te is not None else {}
     if "torchao" in options.peers and importlib.util.find_spec("torchao") is not None:
         extra["torchao"] = importlib.metadata.version("torchao")

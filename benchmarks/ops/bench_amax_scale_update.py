@@ -9,20 +9,17 @@ would cost less. Bytes are 1 MiB read and 1 MiB written, so latency is what coun
 from __future__ import annotations
 
 import functools
-import sys
-from pathlib import Path
+from collections.abc import Iterator
 
-import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import harness
+import torch
 
 from apex_te.ops.amax_scale_update import amax_scale_update
 from apex_te.runtime import tensor_list
 
 
-def main() -> None:
-    rows = []
+@harness.case("amax_scale_update")
+def rows() -> Iterator[harness.Row]:
     for count, length, slots in ((256, 1024, 1), (256, 1024, 3), (1000, 16, 3)):
         table = torch.rand(count, length, slots, device="cuda")
         staged = table[:, 0]
@@ -43,18 +40,11 @@ def main() -> None:
             graph.replay()
             if not (scales > 0).all():
                 raise RuntimeError("amax_scale_update: the timed graph left scales untouched")
-            rows.append(
-                {
-                    "histories": count,
-                    "length x slots": f"{length}x{slots}",
-                    "algo": algo,
-                    **harness.kernel_us(graph.replay, prepare=functools.partial(staged.fill_, 2.0)),
-                    "host us": harness.host_us(plain, 100),
-                    "host us, prepared": harness.host_us(update, 100),
-                }
-            )
-    harness.report("amax_scale_update", rows)
-
-
-if __name__ == "__main__":
-    main()
+            yield {
+                "histories": count,
+                "length x slots": f"{length}x{slots}",
+                "algo": algo,
+                **harness.kernel_us(graph.replay, prepare=functools.partial(staged.fill_, 2.0)),
+                "host us": harness.host_us(plain, 100),
+                "host us, prepared": harness.host_us(update, 100),
+            }

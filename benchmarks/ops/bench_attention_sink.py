@@ -8,14 +8,10 @@ of sbhd, bshd and bhsd.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
-import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import harness
+import torch
 
 from apex_te.ops.attention_sink import attention_sink_bwd, attention_sink_fwd, reference
 
@@ -41,6 +37,7 @@ def heads(shape: tuple[int, ...], layout: str) -> torch.Tensor:
     return x.permute([layout.index(letter) for letter in "bhsd"])
 
 
+@harness.case("attention_sink")
 def rows() -> Iterator[harness.Row]:
     for shape, layout in CASES:
         out, dout, lse = heads(shape, layout), heads(shape, layout), torch.randn(shape[:3]).cuda()
@@ -58,7 +55,3 @@ def rows() -> Iterator[harness.Row]:
             "attention_sink bwd", name, lse.numel() * (4 * shape[3] + 4),
             lambda: attention_sink_bwd(*args), harness.formula_peers(gradient, *args),  # noqa: B023
         )  # fmt: skip
-
-
-if __name__ == "__main__":
-    harness.run("attention_sink", rows())

@@ -4,32 +4,17 @@ Bytes counted an element, bf16: forward 6 (read x and residual, write out), 10 w
 residual; backward 4 (read dout, write dx). The draw of the seed, one launch of torch.randint, is
 part of the forward rows but where the seed is given. The peers keep a mask, a byte for each element
 more to write and to read; their backward runs through autograd.
-
-Backward is near its arithmetic: Philox, the choice and the products are about 140 instructions for
-8 elements, 40 of the 68 us at 16384x4096. dbias costs 5 us more: 4 MB of partial sums, the sums
-within a block, and a second launch. What did not help on an H200, us at 16384x4096 without and with
-dbias, where a copy_ takes 67 and the kernel as it is 68.8 / 73.5: the loads into shared memory with
-cp.async and 3, 4 or 5 blocks of a multiprocessor, 70.2 / 75.1, 76.5 / 81.9, 77.7 / 83.1. When the
-products of Philox took an instruction more (68.9 / 75.5): four blocks of a multiprocessor
-(64 registers), 70.7 / 77.1; tiles of 128 rows in blocks of 512 threads, 72.6 / 79.2, and of 256
-rows, 76.0 / 83.3; 16 rows a thread, half of them loaded while the others are computed, 72.2 / 76.5,
-and 32 rows, 74.6 / 78.1; the random bits computed row by row after the loads, 70.7 / 76.8; the
-second kernel allowed to start early, 0.5 us slower; its blocks of 64 columns, 0.6 us slower.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
+import harness
 import torch
 import torch.nn.functional as F
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import harness
 
 from apex_te.ops.bias_dropout_add import bias_dropout_add, bias_dropout_add_bwd
 
@@ -48,10 +33,12 @@ def gradients(function: Any, leaves: list[torch.Tensor], dout: torch.Tensor) -> 
     return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
 
 
-def rows_of(shape: tuple[int, int], seed: torch.Tensor) -> Iterator[harness.Row]:
+@harness.case("bias_dropout_add", SHAPES)
+def rows_of(shape: tuple[int, int]) -> Iterator[harness.Row]:
     def row(function: str, num_bytes: int, call: Any, peers: Any = None) -> harness.Row:
         return harness.measure(function, shape, num_bytes * x.numel(), call, peers)
 
+    seed = torch.tensor([1], device="cuda")
     x, residual, dout = (harness.normal(*shape) for _ in range(3))
     bias = harness.normal(shape[1])
     leaves = [t.clone().requires_grad_() for t in (x, bias, residual)]
@@ -74,10 +61,9 @@ def rows_of(shape: tuple[int, int], seed: torch.Tensor) -> Iterator[harness.Row]
     yield row("fwd, float32 residual", 10, lambda: bias_dropout_add(x, bias, wide, P))
 
 
-def rows() -> Iterator[harness.Row]:
+@harness.case("bias_dropout_add")
+def rows_in_graph() -> Iterator[harness.Row]:
     seed = torch.tensor([1], device="cuda")
-    for shape in SHAPES:
-        yield from rows_of(shape, seed)
     x, residual = (harness.normal(64, 4096) for _ in range(2))
     bias = harness.normal(4096)
     small = {
@@ -87,7 +73,3 @@ def rows() -> Iterator[harness.Row]:
     }
     for name, call in small.items():
         yield harness.in_graph(f"bias_dropout_add {name}, graph, warm", call, "64x4096")
-
-
-if __name__ == "__main__":
-    harness.run("bias_dropout_add", rows())

@@ -12,30 +12,17 @@ third for float16, whose gradient of a mean is below 6e-8 before a loss scale mu
 sums and single losses, whose factor is mostly not 1. The first is left to a mean that overwrites
 the logits. Holding the logits until backward takes no higher peak than before: both are there when
 the forward pass ends.
-
-What did not help (16384x8192 to 2048x262144): a cluster of blocks that each keep a part of the row
-in registers, 2.3 to 2.9 TB/s; reading a long row again from L2 without keeping any of it, 2.9 to
-3.2 at 4096x128256 and 2.6 to 2.9 at 2048x262144; one block of 1024 threads a row, 2.1 to 2.8 at
-8192x32000, where three blocks of 256 reach 3.9; the ring for rows below 50,000 columns, 1.2 to 3.4,
-since every row waits for its reduction. Rows of more than 160 KB are shared by the blocks of a
-cluster in the ring: 3.74 at 4096x128256 and 3.53 at 2048x262144, 3.41 and 3.15 by one block; parts
-of at most 80 KB reach 2.74 and 2.82, of 320 KB 3.46 at 2048x262144. The loss alone is slower by
-clusters: 320 us at 4096x128256, 280 by one block.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
+import harness
 import torch
 from torch.nn import functional as F
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import harness
 
 from apex_te.ops import cross_entropy as op
 
@@ -54,6 +41,7 @@ def liger(x: torch.Tensor, target: torch.Tensor) -> Any:
     return cross_entropy_forward(x, target, None, -100, 0.0, 0.0, "mean", None, False)
 
 
+@harness.case("cross_entropy", SHAPES)
 def rows_of(shape: tuple[int, int]) -> Iterator[harness.Row]:
     def row(function: str, num_bytes: int, call: Any, peers: Any = None) -> harness.Row:
         return harness.measure(f"cross_entropy {function}", shape, num_bytes, call, peers, 20)
@@ -84,14 +72,9 @@ def rows_of(shape: tuple[int, int]) -> Iterator[harness.Row]:
     yield row("loss only", n * 2, lambda: ours(None), peers)
 
 
-def rows() -> Iterator[harness.Row]:
-    for shape in SHAPES:
-        yield from rows_of(shape)
+@harness.case("cross_entropy")
+def rows_in_graph() -> Iterator[harness.Row]:
     x = harness.normal(64, 4096)
     target, grad = torch.randint(0, 4096, (64,), device="cuda"), torch.empty_like(x)
     call = functools.partial(op.cross_entropy_fwd, x, target, grad=grad)
     yield harness.in_graph("graph, warm, one launch", call, "64x4096")
-
-
-if __name__ == "__main__":
-    harness.run("cross_entropy", rows())

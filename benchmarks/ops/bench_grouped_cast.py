@@ -9,16 +9,12 @@ the op of its own and then the cast of its result.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import harness
+import torch
 
 from apex_te.ops import grouped_cast as op
 from apex_te.ops import grouped_quantize, moe_permute
@@ -48,22 +44,22 @@ def route(model: Model) -> moe_permute.RowMap:
     return moe_permute.make_map(indices, map_type="index", num_experts=model.experts)
 
 
+@harness.case("grouped_cast", MODELS)
 def rows_of(model: Model) -> Iterator[harness.Row]:
     rows = model.tokens * TOP_K
     made = route(model)
     groups = grouped_quantize.groups_of(made.tokens_per_expert, rows)
     scale = torch.ones(model.experts, device="cuda")
     amax = torch.zeros_like(scale)
+    one_scale, blocks = {"amax": amax}, grouped_quantize.block_quantize_groups
     casts: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
         "one scale": (
-            lambda source, **more: op.quantize_source(
-                source, groups, scale, FP8, amax=amax, **more
-            ),
-            lambda x: grouped_quantize.quantize_groups(x, groups, scale, FP8, amax=amax),
+            lambda x, **more: op.quantize_source(x, groups, scale, FP8, **one_scale, **more),
+            lambda x: grouped_quantize.quantize_groups(x, groups, scale, FP8, **one_scale),
         ),
         "1x128": (
-            lambda source, **more: op.block_quantize_source(source, groups, FP8, **more),
-            lambda x: grouped_quantize.block_quantize_groups(x, groups, FP8),
+            lambda x, **more: op.block_quantize_source(x, groups, FP8, **more),
+            lambda x: blocks(x, groups, FP8),
         ),
     }
     tokens = harness.normal(model.tokens, model.hidden)
@@ -71,38 +67,25 @@ def rows_of(model: Model) -> Iterator[harness.Row]:
     hidden, grad = harness.normal(rows, 2 * model.ffn), harness.normal(rows, model.ffn)
     factor = torch.rand(rows, device="cuda")
     written = torch.empty_like(factor)
+    permuted = partial(moe_permute.permute, tokens, made.row_id_map, rows)
     gather = 2 * (model.tokens + rows) * model.hidden
     gated, gradient = 6 * rows * model.ffn, 10 * rows * model.ffn
     for scales, (ours, cast) in casts.items():
         row = partial(harness.measure, repeats=20, outputs=scales)
-        shape = f"{model.name} {rows}x"
-        yield row(
-            "gather", f"{shape}{model.hidden}", gather,
-            lambda ours=ours: ours(op.Gather(tokens, row_of)),
-            {"permute, cast": lambda cast=cast: cast(
-                moe_permute.permute(tokens, made.row_id_map, rows)[0])},
-        )  # fmt: skip
-        yield row(
-            "gated", f"{shape}{model.ffn}", gated,
-            lambda ours=ours: ours(op.Gated(hidden)),
-            {"swiglu, cast": lambda cast=cast: cast(swiglu_fwd(hidden))},
-        )  # fmt: skip
-        yield row(
-            "gradient", f"{shape}{model.ffn}", gradient,
-            lambda ours=ours: ours(op.GatedGradient(grad, hidden)),
-            {"swiglu_bwd, cast": lambda cast=cast: cast(swiglu_bwd(grad, hidden).input)},
-        )  # fmt: skip
-        yield row(
-            "gated, factors", f"{shape}{model.ffn}", gated,
-            lambda ours=ours: ours(op.Gated(hidden, factor)),
-        )  # fmt: skip
-        yield row(
-            "gradient, factors and theirs", f"{shape}{model.ffn}", gradient,
-            lambda ours=ours: ours(op.GatedGradient(grad, hidden, factor), factor_grad=written),
-        )  # fmt: skip
+        wide, narrow = (f"{model.name} {rows}x{cols}" for cols in (model.hidden, model.ffn))
+        peers: dict[str, harness.Peers] = {
+            "gather": {"permute, cast": lambda cast=cast: cast(permuted()[0])},
+            "gated": {"swiglu, cast": lambda cast=cast: cast(swiglu_fwd(hidden))},
+            "gradient": {
+                "swiglu_bwd, cast": lambda cast=cast: cast(swiglu_bwd(grad, hidden).input)
+            },
+        }
+        yield row("gather", wide, gather, partial(ours, op.Gather(tokens, row_of)), peers["gather"])
+        yield row("gated", narrow, gated, partial(ours, op.Gated(hidden)), peers["gated"])
+        source = op.GatedGradient(grad, hidden)
+        yield row("gradient", narrow, gradient, partial(ours, source), peers["gradient"])
+        yield row("gated, factors", narrow, gated, partial(ours, op.Gated(hidden, factor)))
+        call = partial(ours, op.GatedGradient(grad, hidden, factor), factor_grad=written)
+        yield row("gradient, factors and theirs", narrow, gradient, call)
     times = harness.kernel_us(lambda: moe_permute.tokens_of_rows(made.row_id_map, rows), repeats=20)
     yield {"function": "tokens_of_rows", "shape": f"{model.name} {rows}", **times}
-
-
-if __name__ == "__main__":
-    harness.run("grouped_cast", (row for model in MODELS for row in rows_of(model)))

@@ -8,50 +8,16 @@ units, "split" adds 128 products each in float32.
 
 Layers: 8 uneven experts; 256 experts with 128 rows on average, many of them in no whole tile. With
 these contract mostly writes its result: 15 GB in the first of them, 3.6 ms at a copy's bandwidth.
-
-What did not help, or less, in TFLOP/s of fast and split sums beside those of the kernel in the same
-run (32768 rows, 7168 to 2048, multiply): tiles of 128x192 1287 against 1345, fast; three warpgroups
-of consumers with 192x128 1239 against 1345, fast; warpgroups that take strict turns with the tensor
-cores 1338 against 1349, split; strips of 4 or 16 tiles instead of 8 within 1%. Stores from
-registers instead of through shared memory and the copy engine: 1192 and 1085 against 1232 and 1119
-with K of 2048, contract of 7168 to 2048 1191 and 1076 against 1255 and 1124. Contraction's groups
-in their order instead of the longest first: 1243 against 1289. Where the compiler did not see that
-a ring's place is the same in all lanes, a stage's addresses took some 35 instructions more: 1031
-against 1196, split.
-
-What helped all sums that are made apart (H200, 32 experts with 1024 rows, 7168 to 4096, TFLOP/s of
-multiply, contract; split before 1178, 966): the next stage's place found and its barrier waited for
-while products run, and a warp's number that the compiler knows to be the same in its lanes 1305,
-1047, within noise of fast sums.
-
-Block scales there (first version 901, 668; in one run): one instruction that multiplies and adds,
-which -fmad=false does not make of two, 1132, 829 beside 1031, 714; a stage's products at once
-instead of half of the columns beside the other half's sums 1154, 829; with what helped all 1263,
-875. No help: scales of rows fetched four stages ahead (the same), strict turns of the warpgroups
-1198, 856, turns that overlap by half 1204, 824, a later start of one of them (noise), the first
-columns stored without the copy engine (the same), the result's lines kept for less long (the
-same). With products of two stages in flight ptxas serializes all.
-
-Float32 results through shared memory and the copy engine instead of from registers: 588 us against
-752 (128 experts with 512 rows, 2048 to 1536). Adding to them (1.6 GB there and 3.8 GB in 32
-experts): loads and stores of registers 1275 and 3622 us, of whole lines through shared memory 1333
-and 3877, neither better with lines fetched into the L2 cache before; sums by the copy engine 1358
-and 3306 and, where products take longer, 1717 against 2086 (8 experts); with a tile's last columns
-loaded and stored beside them 1333 and 3305. What the copy engine adds bounds these: 1.2 TB/s.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
-import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import harness
+import torch
 
 from apex_te.ops.grouped_gemm import scaled_contract_groups, scaled_multiply_groups
 from apex_te.ops.grouped_quantize import groups_of
@@ -144,13 +110,10 @@ def rows_of(
     yield row("contract", text, pair, fast, work, contract, peer)
 
 
+@harness.case("grouped_gemm")
 def rows() -> Iterator[harness.Row]:
     for layer in LAYERS:
         for pair in ((E4M3, E4M3), (E5M2, E4M3)):
             for fast in (True, False):
                 yield from rows_of(layer, pair, fast)
                 torch.cuda.empty_cache()
-
-
-if __name__ == "__main__":
-    harness.run("grouped_gemm", rows())

@@ -12,15 +12,11 @@ amax values go through rows as one long vector: a group's rows would have to be 
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
-import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import harness
+import torch
 
 from apex_te.ops import grouped_quantize as op
 from apex_te.ops.cast_transpose import cast_transpose
@@ -56,6 +52,7 @@ def row(
     return harness.measure(function, shape, num_bytes, call, peers, repeats=20, outputs=outputs)
 
 
+@harness.case("grouped_quantize")
 def rows() -> Iterator[harness.Row]:
     for shape in SHAPES:
         x = harness.normal(*shape)
@@ -83,7 +80,3 @@ def rows() -> Iterator[harness.Row]:
             part = 0.5 if "column" in name else 1  # rows behind the last group are not read
             times["TB/s"] = harness.terabytes_per_second(int(x.numel() * each * part), times["us"])
         yield {"function": name, "shape": "32768x7168", **times}
-
-
-if __name__ == "__main__":
-    harness.run("grouped_quantize", rows())

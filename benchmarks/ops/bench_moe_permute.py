@@ -8,28 +8,6 @@ Bytes counted, with ``row`` = hidden * element size and k copies a token:
     sort_chunks         rows * row * 2
 The map, int32, is left out: 12 bytes a token and copy where a row of 4096 bf16 has 8192.
 
-On an H200 a fill of as many bytes as permute writes takes 84 us of its 113 at 16384x4096 top 2 and
-143 of its 156 at 4096x7168 top 8: there is little left to gain. The map of a mask costs 13 us
-before the first row is written, that of indices 4.
-
-What did not help there, us at 16384x4096 top 2 unless another shape is named:
-    permute, 113      1, 2, 4, 8 or 16 rows one after another of a warp, in blocks of 2, 4 or 8
-                      warps: 111 to 114; 2 or 8 words of 16 bytes a lane for 4: 114, 113. Rows
-                      through shared memory by the bulk copy engine, 2 to 6 slots a warp, with and
-                      without evict-first: 161 to 170 for 158 at 4096x7168 top 8, 134 for 127 at
-                      16384x4095.
-    with its map, 126 Rows prefetched into the L2 cache while the map is made: 137. Maps by blocks
-                      of 1024 threads, 27 for 25 at 2048x4096, or 256, a map of 32 us for 23 at
-                      16384x2048 of 128.
-    unpermute, 111    A piece of 256 columns a warp for 1024: 142, of 512: 112; 4 copies at a time
-                      for 2: 132; two tokens a warp: 149; blocks of 128 threads for 64: 112; the
-                      map of a later token prefetched: 110.6; 48 registers: 114. Whole rows to a
-                      block of 256 threads, the next token's map ahead: 116, 159 for 139 at
-                      4096x7168, 237 for 164 at 16384x4095. The bulk copy engine: 145 for 139 at
-                      4096x7168, 164 for 158 at 16384x2048.
-    its backward      at 16384x4095, where elements go one by one, 375: words of 16 bytes through
-                      shuffles, 422, or the gradient read again for each copy, 385.
-
 PyTorch's way: a stable argsort of the experts and index_select, then for the sum either index_add
 ("torch") or a gather by the inverse order and a sum over k, compiled ("compile").
 """
@@ -37,15 +15,11 @@ PyTorch's way: a stable argsort of the experts and index_select, then for the su
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import harness
+import torch
 
 from apex_te.ops import moe_permute as op
 
@@ -83,6 +57,7 @@ def gather_sum(y: torch.Tensor, inverse: torch.Tensor, probs: torch.Tensor) -> t
     return (y[inverse].view(tokens, k, -1) * probs.unsqueeze(2)).sum(1).to(y.dtype)
 
 
+@harness.case("moe_permute", *zip(*SHAPES, strict=True))
 def rows_of(tokens: int, hidden: int, experts: int, k: int) -> Iterator[harness.Row]:
     shape = f"{tokens}x{hidden}, top {k} of {experts}"
     index = torch.rand(tokens, experts, device="cuda").topk(k, 1).indices.int()
@@ -143,14 +118,9 @@ def rows_of(tokens: int, hidden: int, experts: int, k: int) -> Iterator[harness.
     yield {"function": "chunk map alone", "shape": "32768 rows of 64 chunks", **us}
 
 
-def rows() -> Iterator[harness.Row]:
-    for shape in SHAPES:
-        yield from rows_of(*shape)
+@harness.case("moe_permute")
+def rows_in_graph() -> Iterator[harness.Row]:
     small = harness.normal(64, 4096)
     index = torch.rand(64, 8, device="cuda").topk(2, 1).indices
     mask = torch.zeros(64, 8, dtype=torch.bool, device="cuda").scatter_(1, index, True)
     yield harness.in_graph("permute and its map", lambda: op.permute_by(small, mask, 128))
-
-
-if __name__ == "__main__":
-    harness.run("moe_permute", rows())

@@ -12,15 +12,11 @@ maxima of a warp, one after another. "loss" is the load-balance loss with its sc
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import harness
+import torch
 
 from apex_te import router
 from apex_te.ops import moe_router as op
@@ -52,6 +48,7 @@ def losses(logits: torch.Tensor, k: int) -> torch.Tensor:
     return torch.autograd.grad(loss, logits)[0]
 
 
+@harness.case("moe_router", *zip(*SHAPES, strict=True))
 def rows_of(
     tokens: int, experts: int, k: int, groups: int | None, group_topk: int | None
 ) -> Iterator[harness.Row]:
@@ -84,12 +81,7 @@ def rows_of(
     yield {"function": "loss", "shape": name, **harness.kernel_us(lambda: losses(leaf, k))}
 
 
-def rows() -> Iterator[harness.Row]:
-    for shape in SHAPES:
-        yield from rows_of(*shape)
+@harness.case("moe_router")
+def rows_in_graph() -> Iterator[harness.Row]:
     small = harness.normal(64, 128)
     yield harness.in_graph("topk_router", lambda: op.moe_router_fwd(small, 8), "64x128 in a graph")
-
-
-if __name__ == "__main__":
-    harness.run("moe_router", rows())

@@ -5,27 +5,16 @@ Bytes of the floor for one element of a list of bf16 tensors: amax and l2norm 2;
 write parameter 2, moments 8, master 4); sgd with momentum and master 20; lamb reads moments and
 master twice: 40. torch's fused optimizers move the same bytes with float32 parameters and
 gradients. Lists are prepared ones; over 1000 small tensors the host's part is what is timed.
-
-What was tried on an H200 over 32 x [4096, 4096], TB/s: 16 loads a thread in flight for reductions
-(amax 4.37) or 4 (4.46) instead of 8 (4.46); 8 vectors for maps (quantize 3.39, axpby 3.69) or 2
-(4.01, 3.90) instead of 4 (4.16, 4.25); 4 for optimizers (adam 3.90) or 1 (3.96) instead of 2
-(3.89); chunks of 32,768 elements (scale 3.94) or 65,536 (3.90) instead of 16,384 (4.04), and of
-8,192 with fewer loads (scale 4.09, adam 4.02, but quantize 3.73); loads that the compiler cannot
-move (no difference).
 """
 
 from __future__ import annotations
 
-import functools
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import harness
+import torch
 
 from apex_te.ops import multi_tensor as op
 from apex_te.ops import multi_tensor_optim as optim
@@ -66,24 +55,15 @@ def maps(xs: list[torch.Tensor]) -> dict[str, tuple[int, Callable[[], Any], dict
         torch._foreach_mul_(outs, 0.5)
         torch._foreach_add_(outs, xs, alpha=0.5)
 
+    inf, norms = partial(torch._foreach_norm, xs, float("inf")), {"foreach": torch_total}
+    quantize = partial(op.quantize, x, scale, amaxes=top, scale_invs=inverse, outputs=q)
+    twice = {"foreach": partial(torch._foreach_mul_, xs, 1.0)}
     return {
-        "amax": (
-            2,
-            lambda: op.amax(x, out=found),
-            {"foreach": lambda: torch._foreach_norm(xs, float("inf"))},
-        ),
-        "l2norm": (2, lambda: op.l2norm(x, per_tensor=True), {"foreach": torch_total}),
-        "scale": (
-            4,
-            lambda: op.scale(x, x, 1.0, found_inf=flag),
-            {"foreach": lambda: torch._foreach_mul_(xs, 1.0)},
-        ),
-        "axpby": (6, lambda: op.axpby(x, out, out, 0.5, 0.5), {"foreach": torch_axpby}),
-        "quantize": (
-            3,
-            lambda: op.quantize(x, scale, amaxes=top, scale_invs=inverse, outputs=q),
-            {},
-        ),
+        "amax": (2, partial(op.amax, x, out=found), {"foreach": inf}),
+        "l2norm": (2, partial(op.l2norm, x, per_tensor=True), norms),
+        "scale": (4, partial(op.scale, x, x, 1.0, found_inf=flag), twice),
+        "axpby": (6, partial(op.axpby, x, out, out, 0.5, 0.5), {"foreach": torch_axpby}),
+        "quantize": (3, quantize, {}),
     }
 
 
@@ -107,19 +87,16 @@ def optimizers(count: int, shape: tuple[int, ...]) -> dict[str, tuple[int, Any, 
     low = [tensor_list(tensors) for tensors in (p, g, m, v)]
     wide = [tensor_list(tensors) for tensors in (wide_p, wide_g, wide_m, wide_v)]
     options = {"lr": 1e-3, "weight_decay": 0.1, "masters": tensor_list(masters)}
+    plain = {"lr": 1e-3, "weight_decay": 0.1}
+    sgd, lamb = (
+        partial(optim.sgd, *low[:3], momentum=0.9, **options),
+        partial(optim.lamb, *low, step=5, **options),
+    )
     return {
-        "adam": (28, lambda: optim.adam(*low, step=5, **options), {"fused fp32": fused_adamw}),
-        "adam fp32": (
-            28,
-            lambda: optim.adam(*wide, step=5, lr=1e-3, weight_decay=0.1),
-            {"fused": fused_adamw},
-        ),
-        "sgd": (
-            20,
-            lambda: optim.sgd(*low[:3], momentum=0.9, **options),
-            {"fused fp32": fused_sgd},
-        ),
-        "lamb": (40, lambda: optim.lamb(*low, step=5, **options), {}),
+        "adam": (28, partial(optim.adam, *low, step=5, **options), {"fused fp32": fused_adamw}),
+        "adam fp32": (28, partial(optim.adam, *wide, step=5, **plain), {"fused": fused_adamw}),
+        "sgd": (20, sgd, {"fused fp32": fused_sgd}),
+        "lamb": (40, lamb, {}),
     }
 
 
@@ -135,6 +112,7 @@ def unscale(count: int, shape: tuple[int, ...], name: str) -> dict[str, Any]:
     )  # fmt: skip
 
 
+@harness.case("multi_tensor")
 def rows() -> Iterator[harness.Row]:
     for count, shape in ((32, (4096, 4096)), (1000, (16384,))):
         name = f"{count}x[{','.join(map(str, shape))}]"
@@ -151,11 +129,7 @@ def rows() -> Iterator[harness.Row]:
         yield row | {f"{name} us": harness.graph_us(peer) for name, peer in peers.items()}
     lists = optimizer_lists(1000, (64,), torch.bfloat16)
     for kind, used in (("list", lists), ("prepared", tuple(map(tensor_list, lists)))):
-        adam = functools.partial(optim.adam, *used[:4], step=1, lr=1e-3, masters=used[4])
-        for function, call in (("adam", adam), ("l2norm", functools.partial(op.l2norm, used[0]))):
+        adam = partial(optim.adam, *used[:4], step=1, lr=1e-3, masters=used[4])
+        for function, call in (("adam", adam), ("l2norm", partial(op.l2norm, used[0]))):
             shape = f"1000x[64] {kind}"
             yield {"function": function, "shape": shape, "host us": harness.host_us(call, 100)}
-
-
-if __name__ == "__main__":
-    harness.run("multi_tensor", rows())

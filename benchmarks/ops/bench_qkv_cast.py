@@ -6,15 +6,11 @@ an element for bf16 to both copies (read 2, write 1 + 1), 3 for the rowwise one 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
-import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import harness
+import torch
 
 from apex_te.module._core.heads import HeadLayout
 from apex_te.ops.cast_transpose import cast_transpose
@@ -64,6 +60,7 @@ def weight_calls(
     return (3 + columnwise) * weight.numel(), ours, plain
 
 
+@harness.case("qkv_cast")
 def rows() -> Iterator[harness.Row]:
     calls = {}
     for tokens in (8192, 8190):
@@ -82,7 +79,3 @@ def rows() -> Iterator[harness.Row]:
             "of copy": copy["us"] / ours["us"],
             "other way us": harness.kernel_us(other)["us"],
         }
-
-
-if __name__ == "__main__":
-    harness.run("qkv_cast", rows())

@@ -2,27 +2,16 @@
 
 Bytes counted: 4 an element for bf16 (read 2, write 2); the angles, 4 bytes for each position and
 element of one head, are left out: 1.5% of 32 heads' bytes at batch 2, shared by the sequences.
-
-What did not help on an H200, us at 8192x2x32x128 / 8192x2x8x128 where a copy_ takes 67.5 / 20.4 and
-the kernel as it is 69.3 / 22.4 in the same run: blocks of 128 or 256 threads, 71.0 / 22.8; four
-heads a thread at fewer blocks, 70.8 / 22.6; 48 registers for more blocks, 73.2 / 23.3. Earlier
-forms: the angles loaded after x, 77.9 / 28.3 (before it, 73.9 / 24.3); one head a thread, 109 / 33:
-what comes before the loads then outweighs them; interleaved pairs in two adjacent vectors of a
-thread, half a sector for each access, 78 where whole halves of a head take 74.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import harness
+import torch
 
 from apex_te.ops.rope import rope
 
@@ -47,6 +36,7 @@ def liger(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
     return rope_forward(x.transpose(1, 2), x[:, :, :1].clone().transpose(1, 2), cos, sin)
 
 
+@harness.case("rope", SHAPES)
 def rows_of(shape: tuple[int, ...]) -> Iterator[harness.Row]:
     def row(function: str, x: torch.Tensor, peers: Any = None, **options: Any) -> harness.Row:
         call = functools.partial(rope, x, **options)
@@ -77,12 +67,7 @@ def rows_of(shape: tuple[int, ...]) -> Iterator[harness.Row]:
     yield row("rope fwd, view of qkv", qkv[..., :128], freqs=freqs)
 
 
-def rows() -> Iterator[harness.Row]:
-    for shape in SHAPES:
-        yield from rows_of(shape)
+@harness.case("rope")
+def rows_in_graph() -> Iterator[harness.Row]:
     small, freqs = harness.normal(64, 1, 32, 128), angles(64, 128)
     yield harness.in_graph("graph, warm, one launch", lambda: rope(small, freqs), "64x4096")
-
-
-if __name__ == "__main__":
-    harness.run("rope", rows())

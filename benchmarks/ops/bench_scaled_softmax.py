@@ -3,29 +3,16 @@
 Bytes counted for bf16, the fewest: forward 4 an element (read 2, write 2), and the mask once;
 backward 6 (read 2 + 2, write 2). Causal: a hidden element is only written, 2 bytes in either
 direction. torch.softmax and liger-kernel's apply no scale.
-
-Tried on an H200, TB/s at [4, 32, 2048, 2048] where not said otherwise, beside those of the kernels
-as they are: 8 vectors a thread 3.96 and 2 vectors 4.10 (4.25), masked 3.67 and 3.52 (3.98);
-exponentials computed again for the store 3.97; one vector a thread where a warp holds the row 3.65
-at 256 columns (3.80), causal 2.33 (3.34). Rows that share a row of the mask, one after the other:
-3.88 (3.97); masks from 8 MiB on are walked so, 3.83 at [1, 16, 4096, 4096] (3.48 in the order of
-memory). Of odd rows: 16-byte windows that reach into the neighbouring rows 3.11 at 2047 columns
-(4.05); masks shifted as they arrive 2.62 (3.50).
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
-import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import harness
+import torch
 
 from apex_te.ops.scaled_softmax import scaled_softmax_bwd, scaled_softmax_fwd
 
@@ -85,6 +72,7 @@ def liger_bwd(x: torch.Tensor, dy: torch.Tensor) -> Callable[[], Any]:
     return call
 
 
+@harness.case("scaled_softmax", SHAPES)
 def plain_rows(shape: tuple[int, ...]) -> Iterator[harness.Row]:
     """Scaled, forward and backward, and masked."""
     x, dy = (harness.normal(*shape) for _ in range(2))
@@ -106,6 +94,7 @@ def plain_rows(shape: tuple[int, ...]) -> Iterator[harness.Row]:
     yield harness.measure("scaled masked fwd", shape, num_bytes, masked, peers, repeats=20)
 
 
+@harness.case("scaled_softmax", *zip(*CAUSAL, strict=True))
 def causal_rows(causal: str, shape: tuple[int, int, int]) -> Iterator[harness.Row]:
     kind = "causal" if causal == "upper_left" else "causal bottom right"
     _, queries, cols = shape
@@ -121,6 +110,7 @@ def causal_rows(causal: str, shape: tuple[int, int, int]) -> Iterator[harness.Ro
     yield harness.measure(f"{kind} bwd", shape, 4 * seen + 2 * n, backward, peers, repeats=20)
 
 
+@harness.case("scaled_softmax")
 def small_rows() -> Iterator[harness.Row]:
     """64 x 4096, warm, in a CUDA graph of 100 calls."""
     x = harness.normal(1, 64, 4096)
@@ -133,9 +123,3 @@ def small_rows() -> Iterator[harness.Row]:
     }
     for name, call in calls.items():
         yield harness.in_graph(f"{name}, graph, warm", call, "64x4096")
-
-
-if __name__ == "__main__":
-    plain, causal = map(plain_rows, SHAPES), (causal_rows(*case) for case in CAUSAL)
-    parts = itertools.chain(plain, causal, [small_rows()])
-    harness.run("scaled_softmax", itertools.chain.from_iterable(parts))

@@ -4,30 +4,17 @@ Bytes counted for each element of the [M, F] output: forward 6 (read gate and up
 FP8 in both layouts 6 (4 read, 1 + 1 written); backward 10 (read both inputs and the gradient,
 write two gradients), to FP8 in both layouts 10 (6 read, 2 + 2 written). The column sums of dbias
 add a 32nd of an element's bytes, which are not counted.
-
-Tried on an H200 at 16384 x 14336: two or four vectors of each input for a thread, the same within
-1%; the backward in tiles with 8 rows of 8 columns a thread, their inputs in flight 8 or 4 rows at a
-time, to FP8 3.73 and 3.86 TB/s (3.94 with 4 rows a thread). To FP8 at 64 x 4096, warm, in a graph,
-by the kernel of single elements: forward 5.79 us, backward 7.93 (3.67 in tiles; 6.9 with 8 rows a
-thread, 4.1 with 4). Odd F, 16384 x 4095, forward / backward: by elements of a column in tiles of
-64 x 64, 1.57 / 2.13 TB/s; by warps along a row with 8 elements a thread and 4 or 5 blocks of a
-multiprocessor, 2.99 / 3.12 and 3.02 / 3.60; with 4 elements and 8 blocks, 3.37 / 3.58.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
+import harness
 import torch
 from torch.nn import functional as F
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import harness
 
 from apex_te.ops import swiglu as op
 
@@ -91,6 +78,7 @@ def liger(x: torch.Tensor, grad: torch.Tensor) -> tuple[Callable[[], Any], Calla
     return run_fwd, run_bwd
 
 
+@harness.case("swiglu", SHAPES)
 def rows_of(shape: tuple[int, int]) -> Iterator[harness.Row]:
     rows, cols = shape
     x, grad = harness.normal(rows, 2 * cols), harness.normal(rows, cols)
@@ -133,6 +121,7 @@ def rows_of(shape: tuple[int, int]) -> Iterator[harness.Row]:
         yield row(f"{family}_bwd_fp8, both", 10, functools.partial(bwd_to_fp8, **kind))
 
 
+@harness.case("swiglu")
 def small() -> Iterator[harness.Row]:
     """64 x 4096, warm L2, a CUDA graph of 100 calls."""
     x, grad = harness.normal(64, 8192), harness.normal(64, 4096)
@@ -145,8 +134,3 @@ def small() -> Iterator[harness.Row]:
     }
     for name, call in calls.items():
         yield harness.in_graph(name, call, "64x4096, warm, in a graph")
-
-
-if __name__ == "__main__":
-    parts = [*map(rows_of, SHAPES), small()]
-    harness.run("swiglu", itertools.chain.from_iterable(parts))

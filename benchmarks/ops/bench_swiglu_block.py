@@ -7,15 +7,11 @@ each copy 4 more for 128 elements. The two ops write and read a bf16 result betw
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
-import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import harness
+import torch
 
 from apex_te.ops.block_quantize import block_quantize
 from apex_te.ops.swiglu import swiglu_bwd, swiglu_fwd
@@ -25,6 +21,7 @@ SHAPES = [(8192, 14336), (16384, 14336), (16384, 3584), (8190, 3584), (16384, 40
 E4M3 = torch.float8_e4m3fn
 
 
+@harness.case("swiglu_block")
 def rows() -> Iterator[harness.Row]:
     """The forward and the backward at each shape [M, F], both layouts, padded columns."""
     pad, scales = {"pad_columnwise": True}, 2 * 4 / 128
@@ -46,7 +43,3 @@ def rows() -> Iterator[harness.Row]:
         for function, (each, fused, apart) in calls.items():
             num_bytes, peers = int(each * tokens * features), {"two ops": apart}
             yield harness.measure(function, shape, num_bytes, fused, peers, repeats=20)
-
-
-if __name__ == "__main__":
-    harness.run("swiglu_block", rows())

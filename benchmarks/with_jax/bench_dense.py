@@ -11,7 +11,6 @@ are there.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
@@ -42,12 +41,7 @@ RECIPES: dict[str, recipe.Recipe | None] = {
 
 
 def jax_step(sizes: tuple[int, int, int], chosen: recipe.Recipe | None) -> Callable[[], None]:
-    """Returns a step of the Flax layer, which waits for its results.
-
-    Args:
-        sizes: tokens, input and output features.
-        chosen: the recipe; None computes in bf16.
-    """
+    """Returns a step of the Flax layer, which waits for its results; sizes as of GEMMs."""
     tokens, inner, outer = sizes
     x = jax.random.normal(jax.random.key(0), (tokens, inner), jnp.bfloat16)
     gradient = jax.random.normal(jax.random.key(1), (tokens, outer), jnp.bfloat16)
@@ -99,9 +93,7 @@ def ms_in_turns(steps: dict[str, Callable[[], None]], rounds: int, each: int) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     parser.add_argument("--tiny", action="store_true", help="small sizes, and no figures")
     options = parser.parse_args()
     sizes = (64, 64, 128) if options.tiny else (16384, 4096, 14336)

@@ -64,10 +64,7 @@ def main(
     more: Mapping[str, Command] | None = None,
     sections: Mapping[str, Callable[[], tuple[Any, list[str]]]] | None = None,
 ) -> int:
-    """Runs one command and returns 0, 1 for a problem, 2 for a bad request or 130 for Ctrl-C.
-
-    Each function in ``sections`` returns a section of the report as JSON and as lines of text.
-    """
+    """Runs one command and returns 0, 1 for a problem, 2 for a bad request or 130 for Ctrl-C."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     command = next((word for word in given if not word.startswith("-")), None)
     more = more or {}

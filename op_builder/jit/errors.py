@@ -131,12 +131,7 @@ class PrebuildError(BuildError):
 
 @contextlib.contextmanager
 def build_errors(what: str) -> Iterator[None]:
-    """Turns errors that nothing in the block expects into ``BuildError``, with their cause.
-
-    An op looks its library up while it is called: a bare TypeError or ValueError of that search
-    would read as one about the op's arguments. ImportError, MemoryError and warnings raised as
-    errors say by their type what they are about.
-    """
+    """Turns errors that nothing in the block expects into ``BuildError``, with their cause."""
     try:
         yield
     except (BuildError, ImportError, MemoryError, Warning):

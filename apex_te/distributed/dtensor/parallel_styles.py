@@ -51,10 +51,7 @@ class _Split(NamedTuple):
 
 
 class _Style(ParallelStyle):
-    """Base class of the styles, which checks a module entirely before it changes anything.
-
-    Subclasses define ``_kinds``, the module classes they apply to, and ``_changes``.
-    """
+    """Base class of the styles, which checks a module entirely before it changes anything."""
 
     _kinds: ClassVar[tuple[type[torch.nn.Module], ...]]
 
@@ -376,10 +373,7 @@ def _layer_changes(layer: Any, split: _Split) -> list[Change]:
 
 
 def _whole_changes(module: Any, split: _Split, summed: bool) -> list[Change]:
-    """Checks a module, and returns the functions that make its parameters replicated DTensors.
-
-    With ``summed`` backward sums the parameters' gradients over the ranks.
-    """
+    """Checks a module, and returns the functions that make its parameters replicated DTensors."""
     _check_parameters(module, split)
     names = tuple(module._parameters)
 

@@ -210,11 +210,7 @@ class HookedParam(GatheredParam):
     def whole(
         self, outputs: tuple[torch.Tensor, ...], context: Any, dtype: torch.dtype, out: Any
     ) -> Any:
-        """Makes the weight from the gathered FP8 data; implements ``fsdp_post_all_gather``.
-
-        Returns None if ``out`` is given. Otherwise it returns the weight without FSDP2's padding,
-        and ``()``, because FSDP2 need not manage memory of inner tensors.
-        """
+        """Makes the weight from the gathered FP8 data; implements ``fsdp_post_all_gather``."""
         note, scale_inv, size, kept = context
         if len(outputs) > 1:  # with one rank FSDP2 hands over the first only
             scale_inv = outputs[1]

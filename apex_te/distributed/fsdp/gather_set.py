@@ -60,10 +60,7 @@ class GatheredParam:
         return cast(ShardedWeight, shard) if type(shard) is ShardedWeight else None
 
     def version(self) -> tuple[int, int] | None:
-        """Returns a stamp that changes when this rank's rows are written to.
-
-        It is ``seen`` while the module has all rows.
-        """
+        """Returns a stamp that changes when this rank's rows are written to."""
         shard = self.shard()
         return self.seen if shard is None else (self.changes, shard._version)
 
@@ -139,11 +136,7 @@ class GatherUnit:
         return fp8_data, scale_inv, self.note(quantizer, own, param.group)
 
     def note(self, quantizer: Any, amax: torch.Tensor | None, group: Any) -> Gathered:
-        """Returns the origin that a gathered parameter of this weight carries.
-
-        ``amax`` is fp32 ``[1]`` of this rank's rows, recorded by forward for delayed scaling; None
-        for other recipes.
-        """
+        """Returns the origin that a gathered parameter of this weight carries."""
         stamp = (id(self), self.gather_set.passes, self.scales)
         source = self if self.gather_set.recipe.keeps_state else None
         return Gathered(
@@ -191,11 +184,7 @@ class GatherSet:
         self.passes = 0
 
     def wait_for_scales(self, unit: GatherUnit) -> None:
-        """Makes FSDP2's copy stream, the current one, wait for an update of the scales.
-
-        FSDP2 makes it wait for the stream of GEMMs only when a forward begins, but the region that
-        updates scales may be entered later.
-        """
+        """Makes FSDP2's copy stream, the current one, wait for an update of the scales."""
         if unit.scales == unit._state().scale_fwd._version:
             return
         torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
@@ -248,11 +237,7 @@ _ALIGNED = 4  # numbers between values of scale_inv, which GEMMs read at 16 byte
 
 
 def params_gathered_with(param: GatheredParam) -> list[GatheredParam]:
-    """Returns the parameters that FSDP2 gathers in one all-gather with ``param``, in its order.
-
-    Parameters of other ``GatherSet``s are left out. Returns ``[param]`` if FSDP2
-    does not know ``param``.
-    """
+    """Returns the parameters that FSDP2 gathers in one all-gather with ``param``, in its order."""
     module = param.unit.module()
     for group in fsdp_groups():
         infos = [parameter._module_info for parameter in group.fsdp_params]
@@ -285,10 +270,7 @@ class GatherGroup:
         self._made: tuple[Any, Any] | None = None  # stream, and event at which they are there
 
     def quantize(self, first: torch.Tensor, dtype: torch.dtype | None) -> bool:
-        """Quantizes this rank's rows of all parameters into ``ready`` of each parameter.
-
-        Returns False, with nothing stored, if the caller must quantize each parameter alone.
-        """
+        """Quantizes this rank's rows of all parameters into ``ready`` of each parameter."""
         shards = self._shards(first)
         if shards is None:
             return False
@@ -340,10 +322,7 @@ class GatherGroup:
         dtype: torch.dtype,
         device: torch.device,
     ) -> bool:
-        """Computes scales and contexts anew; False if parameters must be quantized one by one.
-
-        ``amaxes`` are fp32 ``[1]`` of each whole weight, None with delayed scaling.
-        """
+        """Computes scales and contexts anew; False if parameters must be quantized one by one."""
         params = self.params
         of_values = None if amaxes is None else torch.cat(amaxes).to(dtype).float()
         made = quantizers[0].scales_of_rows(quantizers, of_values)

@@ -24,10 +24,7 @@ _KEEPING = {
 
 
 class _BeforeGather:
-    """Callable hook ``fsdp_pre_all_gather`` of a ``ShardedWeight``.
-
-    FSDP2 inspects the hook's signature at every gather, which ``__signature__`` makes fast.
-    """
+    """Callable hook ``fsdp_pre_all_gather`` of a ``ShardedWeight``."""
 
     __slots__ = ("weight",)
 
@@ -124,10 +121,7 @@ class ShardedWeight(torch.Tensor):
 
 
 def _written(func: Any, args: tuple, kwargs: dict[str, Any]) -> Iterator[Any]:
-    """Yields the arguments that an op's schema marks as written to.
-
-    Version counters do not show all writes: ops on DTensor's lists of tensors leave them unchanged.
-    """
+    """Yields the arguments that an op's schema marks as written to."""
     for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = args[i] if i < len(args) else kwargs.get(argument.name)

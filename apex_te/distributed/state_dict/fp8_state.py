@@ -52,10 +52,7 @@ def use_own_keys(model: torch.nn.Module, values: dict[str, Any], on_cpu: bool) -
 
 
 def use_raw_names(model: torch.nn.Module, values: dict[str, Any]) -> None:
-    """Renames FP8 states, in place, to the model's own names, with prefixes of DDP and compile.
-
-    torch adds these prefixes only to the names of parameters and buffers.
-    """
+    """Renames FP8 states, in place, to the model's own names, with prefixes of DDP and compile."""
     for name, module in model.named_modules(remove_duplicate=False):
         if not isinstance(module, FP8Module):
             continue

@@ -203,11 +203,7 @@ def _own_parts(
 def _add_others(
     owner: str, model: torch.nn.Module, split: SplitModel, known: dict[int, Entry | None]
 ) -> None:
-    """Adds entries for further names of divided parameters, such as those of tied weights.
-
-    ``known`` has an entry by ``id`` of each parameter of parallel modules, None for one not
-    divided.
-    """
+    """Adds entries for further names of divided parameters, such as those of tied weights."""
     for raw, parameter in model.named_parameters(remove_duplicate=False):
         entry = known.get(id(parameter))
         says = getattr(parameter, "tensor_model_parallel", False) and id(parameter) not in known

@@ -86,10 +86,7 @@ def _enter(token: torch.Tensor, key: str, group: str | None, may_update: bool) -
 def _follow(
     token: torch.Tensor, handle: torch.Tensor, tensors: Sequence[torch.Tensor], key: str
 ) -> None:
-    """Copies a module's scales to the tensors that compiled code reads; op ``follow_region``.
-
-    ``token`` orders it after entering the region; ``handle`` is int64 ``[1]`` on the CPU.
-    """
+    """Copies a module's scales to the tensors that compiled code reads; op ``follow_region``."""
     module = registry.member(int(handle))
     if module.state.sync.amax_group is not amax_groups.current:
         module.enter(amax_groups.current)

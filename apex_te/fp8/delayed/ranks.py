@@ -430,10 +430,7 @@ class SlotRange(NamedTuple):
 
 
 class _Channel:
-    """Facts that one amax reduction over a process group leaves for the next one.
-
-    ``wanted`` is the longest amax history of ranks that ask for equal scales; 0 if none does.
-    """
+    """Facts that one amax reduction over a process group leaves for the next one."""
 
     __slots__ = ("_copied", "_found", "capacity", "wanted")
 

@@ -174,11 +174,7 @@ def _raise_failure(recipe: Recipe) -> None:
 
 
 class UpdateFailure(NamedTuple):
-    """Named tuple that describes the failed update of the states with one recipe.
-
-    Their scales stay as they were, and their recorded amax values are dropped. ``cause`` has no
-    traceback, because that would keep the callers' models alive.
-    """
+    """Named tuple that describes the failed update of the states with one recipe."""
 
     recipe: DelayedScaling
     modules: list[str]
@@ -283,10 +279,7 @@ def _device_of(group: Any) -> torch.device:
 def _group_of(
     groups: dict[tuple, ScaleGroup], device: torch.device, recipe: DelayedScaling, counts: bool
 ) -> ScaleGroup:
-    """Returns the entry of ``groups`` for states on ``device`` with ``recipe``, made if missing.
-
-    If it ``counts``, its updates add to ``nonfinite_count``.
-    """
+    """Returns the entry of ``groups`` for states on ``device`` with ``recipe``, made if missing."""
     key: tuple = (device, recipe.margin, recipe.amax_compute_algo)
     key += (recipe.scaling_factor_compute_algo,)
     if recipe.uses_callables:

@@ -52,11 +52,7 @@ _OPERATORS = frozenset({"__setitem__", *(f"__i{name}__" for name in (
 
 
 class ValuesView(torch.Tensor):
-    """Values of an FP8 weight, transposed, expanded or with a further dimension.
-
-    They are a copy, although a plain weight would give a view; so a write raises
-    NotImplementedError.
-    """
+    """Values of an FP8 weight, transposed, expanded or with a further dimension."""
 
     @classmethod
     def __torch_function__(
@@ -303,10 +299,7 @@ def _to_copy(
     non_blocking: bool = False,
     **options: Any,
 ) -> torch.Tensor:
-    """Returns a copy with nominal dtype ``dtype`` on ``device``; None keeps that of ``x``.
-
-    If ``dtype`` is not in ``DTYPES``, the copy is a plain tensor of the values.
-    """
+    """Returns a copy with nominal dtype ``dtype`` on ``device``; None keeps that of ``x``."""
     dtype = x.dtype if dtype is None else dtype
     device = x.device if device is None else device
     if dtype not in DTYPES:

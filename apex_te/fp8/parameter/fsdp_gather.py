@@ -124,11 +124,7 @@ def shard_groups(weight: GatheredPart) -> tuple[Any, ...]:
 
 
 def check_resharding(owner: str, module: torch.nn.Module | None) -> None:
-    """Checks, once for each module, that FSDP2 does not reshard its weights to fewer ranks.
-
-    With an int ``reshard_after_forward`` FSDP2 would misread FP8 data as values. The check precedes
-    all gathering, and fails on all ranks.
-    """
+    """Checks, once for each module, that FSDP2 does not reshard its weights to fewer ranks."""
     if module is None or module in _checked:
         return
     for group in fsdp_groups():

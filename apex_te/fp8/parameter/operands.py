@@ -17,10 +17,7 @@ OfGemm = GemmQuantizers | GroupQuantizers
 def fp8_operands(
     weight: FP8Parameter, quantizers: OfGemm, with_columnwise: bool, keep: bool = False
 ) -> QuantizedTensor | None:
-    """Returns a weight's FP8 copies for a GEMM; None if the GEMM backend cannot read them.
-
-    ``keep`` keeps the columnwise copy until the next write to ``weight``.
-    """
+    """Returns a weight's FP8 copies for a GEMM; None if the GEMM backend cannot read them."""
     if not reads_fp8_data(weight, quantizers, not with_columnwise):
         return None
     dtype = quantizers.weight.dtype

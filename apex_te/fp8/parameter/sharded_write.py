@@ -163,10 +163,7 @@ class _Piece:
         return by_block(whole.view(self.weight.shape), self.layout).amax((1, 3)).reshape(-1)
 
     def write(self, amax: torch.Tensor, changes: torch.Tensor | None) -> None:
-        """Writes this rank's part, and all scales, given the amax of each whole block.
-
-        ``changes`` is 0 for blocks that are left as they are; None writes all.
-        """
+        """Writes this rank's part, and all scales, given the amax of each whole block."""
         if changes is not None:
             changes = changes.view(self.shape[0], self.shape[2])
         if not self.layout.block_rows:

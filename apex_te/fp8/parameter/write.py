@@ -25,11 +25,7 @@ HeldWeight = Any  # an FP8Parameter, whose file imports this one
 
 
 def copy_all(weights: Sequence[HeldWeight], sources: Sequence[torch.Tensor]) -> None:
-    """Copies each source to the weight at the same index, as ``copy_`` does.
-
-    If weights are FSDP2 shards, of the same weights on all ranks, one collective per process group
-    reduces the amax values of all its weights over the ranks.
-    """
+    """Copies each source to the weight at the same index, as ``copy_`` does."""
     shared: dict[Any, list[tuple[HeldWeight, torch.Tensor]]] = {}
     for weight, source in zip(weights, sources, strict=True):
         if not weight._writable and weight.numel():
@@ -119,10 +115,7 @@ def _has_whole_blocks(shape: Sequence[int], layout: Layout) -> bool:
 
 
 def changed(weight: HeldWeight, value: torch.Tensor) -> torch.Tensor:
-    """Returns flags ``[.., block rows, block columns]``: True if ``value`` changes an element.
-
-    Values are compared as they are read in the dtype of ``value``.
-    """
+    """Returns flags ``[.., block rows, block columns]``: True if ``value`` changes an element."""
     layout = layout_of(weight._recipe)
     differs = values(weight._recipe, weight._held, value.dtype) != value
     if not layout.block_rows:  # perhaps of a rank without rows
@@ -131,10 +124,7 @@ def changed(weight: HeldWeight, value: torch.Tensor) -> torch.Tensor:
 
 
 def by_block(x: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """Returns a matrix or stack as ``[.., block row, row, block column, column]``, zeros added.
-
-    It is a view if there is nothing to add.
-    """
+    """Returns a matrix or stack as ``[.., block row, row, block column, column]``, zeros added."""
     *count, rows, cols = x.shape
     high, wide = layout.block_rows or rows, layout.block_cols or cols
     down, across = -(-rows // high), -(-cols // wide)

@@ -449,10 +449,7 @@ class Quantizer:
         return None
 
     def can_fuse(self, producer: FusedCast) -> bool:
-        """Returns True if ``producer`` can write FP8 data of this quantizer's dtype itself.
-
-        No op writes fnuz formats.
-        """
+        """Returns True if ``producer`` can write FP8 data of this quantizer's dtype itself."""
         return producer.can_fuse and self.dtype in FP8_DTYPES
 
     def record(self, x: torch.Tensor) -> None:
@@ -461,10 +458,7 @@ class Quantizer:
     def dequantize(
         self, quantized: QuantizedTensor, dtype: torch.dtype = torch.float32
     ) -> torch.Tensor:
-        """Returns the values ``[rows, cols]`` of ``quantized``, decoded from one of its copies.
-
-        If the only copy is a padded columnwise one, rows of zeros are appended.
-        """
+        """Returns the values ``[rows, cols]`` of ``quantized``, decoded from one of its copies."""
         if quantized.rowwise is not None:
             return self._decode(quantized.rowwise, quantized.rowwise_scale_inv, dtype)
         if quantized.columnwise is None:
@@ -650,10 +644,7 @@ class GroupQuantizer:
         columnwise: bool = True,
         scales: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> GroupedOutput:
-        """Returns FP8 copies of matrices; with ``groups``, only of those whose groups have rows.
-
-        ``scales`` are those of ``kept_scales``.
-        """
+        """Returns FP8 copies of matrices; with ``groups``, only of those whose groups have rows."""
         if scales is None:
             scale, scale_inv, amax = self.scaling(GroupMatrices(matrices, groups))
         else:
@@ -734,10 +725,7 @@ class QuantizerSets(NamedTuple):
 
 
 def group_quantizers(sets: Sequence[GemmQuantizers]) -> GroupQuantizers | None:
-    """Returns the group quantizers of a grouped module's GEMMs; None if the scheme has none.
-
-    Also None if the recipe has another ``backward``: its products are those of each group.
-    """
+    """Returns the group quantizers of a grouped module's GEMMs; None if the scheme has none."""
     if sets[0].backward is not None:
         return None
     made: dict[str, Any] = {}

@@ -208,11 +208,7 @@ class GemmBackend:
 
 
 class IndependentRows(GemmBackend):
-    """Mixin before a backend: its fprop gives a row equal bits whatever the other rows are.
-
-    Attributes:
-        rows_product: function of ``ops.row_products`` for the backend's operands.
-    """
+    """Mixin before a backend: its fprop gives a row equal bits whatever the other rows are."""
 
     __slots__ = ()
 
@@ -233,11 +229,7 @@ class IndependentRows(GemmBackend):
 
 
 def warn_emulated(what: str, needed: str) -> None:
-    """Warns, once for each ``what``, that GEMMs are emulated.
-
-    Args:
-        what: the GEMMs, in the plural, e.g. "FP8 GEMMs".
-    """
+    """Warns, once for each ``what``, that GEMMs are emulated."""
     if what not in _warned:
         _warned.add(what)
         warnings.warn(

@@ -152,11 +152,7 @@ def _is_eager(x: torch.Tensor) -> bool:
 def observed_sets(
     sets: QuantizerSets, note: Callable[[int, str, Any, Any, Any], None]
 ) -> QuantizerSets:
-    """Returns ``sets`` with recording quantizers that report what they quantize.
-
-    In a recompute only gradients are reported, because the forward has been reported already.
-    ``note`` also gets the GEMM's index and the role.
-    """
+    """Returns ``sets`` with recording quantizers that report what they quantize."""
     recording, recompute = [], []
     for gemm, (new, again, frozen, _) in enumerate(zip(*sets, strict=True)):
 

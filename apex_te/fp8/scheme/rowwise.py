@@ -26,10 +26,7 @@ if TYPE_CHECKING:
 
 
 class RowwiseQuantizer(Quantizer):
-    """Casts a matrix to FP8 with a scale for each row; the columnwise copy has its own.
-
-    Magnitudes above ``bound`` saturate, and no scale is that of a larger one.
-    """
+    """Casts a matrix to FP8 with a scale for each row; the columnwise copy has its own."""
 
     __slots__ = ("bound", "eps", "scales")
 

@@ -45,11 +45,7 @@ class Stored(NamedTuple):
 
 
 class Checkpoint(NamedTuple):
-    """FP8 weights of a checkpoint by their keys, and the configuration that describes them.
-
-    ``config`` is ``quantization_config`` as the checkpoint has it. With ``static`` the inputs have
-    scales, too.
-    """
+    """FP8 weights of a checkpoint by their keys, and the configuration that describes them."""
 
     method: str
     config: Mapping[str, Any]

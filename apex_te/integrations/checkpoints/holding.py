@@ -77,10 +77,7 @@ def parameter_of(
 def regrouped(
     codes: torch.Tensor, scale: torch.Tensor, held: Held, recipe: Recipe
 ) -> tuple[FP8Parameter | None, int]:
-    """Returns a weight with powers of two for groups of 32 as an FP8 Parameter of blocks.
-
-    None instead of it if FP8 does not hold all values, whose number the int is.
-    """
+    """Returns a weight with powers of two for groups of 32 as an FP8 Parameter of blocks."""
     pairs = [(codes, scale)] if codes.dim() == 2 else zip(codes, scale, strict=True)
     made = [in_blocks(*each) for each in pairs]
     changed = sum(each[2] for each in made)

@@ -285,10 +285,7 @@ class CheckpointQuantizer(HfQuantizer):
         model._weight_conversions = self.update_weight_conversions(mapping, model)
 
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Any], dict]:
-        """Returns the state dict with codes and scales under the names that the files give them.
-
-        If ranks have parts of the model, all call this; transformers writes on the first one.
-        """
+        """Returns the state dict with codes and scales under the names that the files give them."""
         self._check_form("save_pretrained")
         made = gathered_state if is_spread(model) else file_state
         return made(model, self.held, self._input_scales_now(model)), {}

@@ -19,11 +19,7 @@ from .mapping import Held
 
 
 class FileLayout:
-    """Hook of a model that makes a state dict's codes and scales FP8 Parameters, which it loads.
-
-    Experts that are apart in files are stacked, which ``load_state_dict`` of transformers' models
-    does not do.
-    """
+    """Hook of a model that makes a state dict's codes and scales FP8 Parameters, which it loads."""
 
     def __call__(self, model: Any, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Replaces entries of ``state_dict``, in place, before it is loaded."""

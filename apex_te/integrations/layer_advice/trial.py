@@ -65,10 +65,7 @@ def has_fp8(module: nn.Module) -> bool:
 
 
 class Runner:
-    """Repeats one call of a layer, forward and backward, with copies of its arguments.
-
-    ``grad`` runs the forward with gradients enabled even if there is no backward.
-    """
+    """Repeats one call of a layer, forward and backward, with copies of its arguments."""
 
     def __init__(
         self, layer: nn.Module, call: LayerCall, recipe: Recipe | None, grad: bool = False

@@ -92,11 +92,7 @@ class Reader:
         return recipe
 
     def layout(self, tp_group: Any, is_expert: bool) -> Layout:
-        """Returns the split of the layer over the ranks of ``tp_group``.
-
-        None means the group of ``config``, or else that of Megatron's ``parallel_state`` if
-        initialised. Without any of these the group must be set before forward.
-        """
+        """Returns the split of the layer over the ranks of ``tp_group``."""
         group = tp_group
         if group is None:
             group = self.expert_tp_group if is_expert else self.tp_group
@@ -130,11 +126,7 @@ class Reader:
     def initializer(
         self, init_method: Any, dim: int, layout: Layout
     ) -> Callable[[torch.Tensor], Any]:
-        """Returns the function that fills this rank's shard of a new weight, in place.
-
-        With ``use_cpu_initialization`` all ranks draw the same unsplit weight in fp32, and take
-        their shard of it. The default is N(0, 0.023^2).
-        """
+        """Returns the function that fills this rank's shard of a new weight, in place."""
         if init_method is None:
             init_method = self.init_method
         if init_method is not None and not callable(init_method):

@@ -94,10 +94,7 @@ def _importable(name: str, folders: Sequence[str]) -> str | None:
 
 
 def is_bare_folder(spec: ModuleSpec | None) -> bool:
-    """Returns True if a spec is that of folders without an ``__init__.py``, a namespace package.
-
-    A real Transformer Engine is none; tests, or what an uninstalled package left, may be.
-    """
+    """Returns True if a spec is that of folders without an ``__init__.py``, a namespace package."""
     return spec is not None and spec.origin is None and spec.submodule_search_locations is not None
 
 

@@ -230,10 +230,7 @@ def _drop_bytecode(path: Path) -> None:
 
 
 def _listed(folder: Path, info: Path) -> dict[Path, str]:
-    """Returns the files that a RECORD lists, with their digests; none lies outside ``folder``.
-
-    The stub package and the dist-info are the alias's only places, whatever RECORD says.
-    """
+    """Returns the files that a RECORD lists, with their digests; none lies outside ``folder``."""
     try:
         rows = [*csv.reader(_text(info / "RECORD").splitlines())]
     except FileNotFoundError:

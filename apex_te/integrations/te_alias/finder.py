@@ -25,10 +25,7 @@ MARK = "__apex_te_alias__"
 
 
 def share() -> None:
-    """Enters all shim modules that are imported in ``sys.modules`` by their second names, too.
-
-    Classes name their modules by these names, and ``inspect`` and ``pickle`` look there.
-    """
+    """Enters all shim modules that are imported in ``sys.modules`` by their second names, too."""
     for name, module in list(sys.modules.items()):
         if name == SHIMS or name.startswith(f"{SHIMS}."):
             sys.modules.setdefault(NAME + name.removeprefix(SHIMS), module)
@@ -55,11 +52,7 @@ class AliasLoader:
 
 
 class PackageFinder:
-    """Finder of the package ``transformer_engine`` and of its distribution.
-
-    It belongs at the end of ``sys.meta_path``, behind the finders of a real package, or before the
-    finder of a folder that happens to have the name.
-    """
+    """Finder of the package ``transformer_engine`` and of its distribution."""
 
     def __init__(self, imported: Callable[[], None]) -> None:
         self._imported = imported

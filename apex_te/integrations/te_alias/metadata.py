@@ -65,11 +65,7 @@ _LEVEL = re.compile(r"\d+(\.\d+)+((a|b|rc)\d+)?(\.post\d+)?(\.dev\d+)?")
 
 
 def claimed_version(level: str | None = None) -> str:
-    """Returns the alias's version, such as ``"2.14.0+apexte.0.1.0"``.
-
-    The part after the plus is apex_te's own version, which comparisons with a version of
-    Transformer Engine ignore but for equality.
-    """
+    """Returns the alias's version, such as ``"2.14.0+apexte.0.1.0"``."""
     owner = "claimed_version: level"
     if level is None:
         level, owner = os.environ.get(VARIABLE, "").strip() or LEVEL, VARIABLE

@@ -83,10 +83,7 @@ def checked_forward(owner: str, fp8_output: Any = False, fp8_grad: Any = False) 
 
 
 def stripped_names(parameters_split: Any) -> Any:
-    """Returns ``parameters_split`` without the underscores at the ends of its names.
-
-    In Transformer Engine ``"query_"`` and ``"query"`` both give ``query_weight``.
-    """
+    """Returns ``parameters_split`` without the underscores at the ends of its names."""
     if isinstance(parameters_split, dict):
         return {_stripped(name): rows for name, rows in parameters_split.items()}
     if isinstance(parameters_split, (list, tuple)):

@@ -11,11 +11,7 @@ _T = TypeVar("_T", bound=Callable[..., Any])
 
 
 def named(module: str) -> Callable[[_T], _T]:
-    """Returns a decorator that sets ``__module__`` of a class or function to ``module``.
-
-    Frameworks tell Transformer Engine's classes by their module's name, and pickles name classes by
-    it. For a dataclass it is the outermost decorator.
-    """
+    """Returns a decorator that sets ``__module__`` of a class or function to ``module``."""
 
     def decorate(target: _T) -> _T:
         target.__module__ = module

@@ -258,10 +258,7 @@ def choose(
     capability: Capability | None,
     named: tuple[str, str] | None = None,
 ) -> tuple[Arch, ...]:
-    """Returns the archs to build ``op`` for: those of a list, or else of the GPUs.
-
-    They must cover ``capability``. ``named`` is ``(source, list)``, by default the environment's.
-    """
+    """Returns the archs to build ``op`` for: those of a list, or else of the GPUs."""
     floor = f"{min_arch[0]}.{min_arch[1]}"
     if capability is not None and len(capability) == 2 and capability < min_arch:
         raise ArchError(f"{op}: needs a GPU of arch {floor} or later, got {Arch(*capability)}")

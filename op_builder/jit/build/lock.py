@@ -171,11 +171,7 @@ def marked(folder: str) -> Iterator[None]:
 
 
 def is_abandoned(folder: str, now: float) -> bool:
-    """Returns True if the process that made the build folder ``folder`` has died.
-
-    A held lock proves that it lives. A free one proves nothing, since locks may not reach other
-    machines: the process id tells on this machine, the folder's age on others.
-    """
+    """Returns True if the process that made the build folder ``folder`` has died."""
     mark = os.path.join(folder, _MARK)
     if os.path.lexists(mark) and not is_free(mark):
         return False

@@ -233,11 +233,7 @@ def load_library(
     force: bool = False,
     verbose: bool = False,
 ) -> _T:
-    """Opens a library and returns what ``use``, which loads it, returns.
-
-    A library that ld.so refuses although a build here would load, such as one of a newer system in
-    a shared home, is set aside for this process and built again.
-    """
+    """Opens a library and returns what ``use``, which loads it, returns."""
     opened = open_library(spec, device, capability, force=force, verbose=verbose)
     try:
         return _used(spec, device, opened, use)

@@ -327,10 +327,7 @@ _WHOLE_NAMESPACE = ["0", "0", "4294967295"]
 
 
 def _trusted_owners() -> set[int]:
-    """Returns this user, root, and the number of users outside of a user namespace.
-
-    The host's root has that number, too, in a container without privileges.
-    """
+    """Returns this user, root, and the number of users outside of a user namespace."""
     owners = {os.geteuid(), 0}
     with contextlib.suppress(OSError, ValueError), open("/proc/self/uid_map") as file:
         if file.read().split() != _WHOLE_NAMESPACE:

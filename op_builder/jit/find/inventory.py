@@ -29,10 +29,7 @@ _MOST = 1e15  # above any size or time
 
 
 class Entry(NamedTuple):
-    """One entry of a cache folder: a library and its manifest, empty if that cannot be read.
-
-    ``tag`` is the folder in the key's ``folder``; ``problem`` says why a look-up would refuse it.
-    """
+    """One entry of a cache folder: a library and its manifest, empty if that cannot be read."""
 
     location: cache.Location
     folder: str
@@ -129,10 +126,7 @@ def _entry(parent: Folder, folder: str, tag: str, check: bool) -> Entry | None:
 def entries(
     location: cache.Location, library: str | None = None, check: bool = True, key: str | None = None
 ) -> list[Entry]:
-    """Returns the cache entries in a cache folder, an empty list if the folder does not exist.
-
-    ``check`` reads libraries, too, to find damage. ``key`` names the one folder to read.
-    """
+    """Returns the cache entries in a cache folder, an empty list if the folder does not exist."""
     found: list[Entry] = []
     try:
         root = open_folder(location)

@@ -24,10 +24,7 @@ def normalise(flags: Iterable[str], root: str) -> list[str]:
 
 
 def _named_sources(spec: OpSpec, device: str) -> dict[str, bytes]:
-    """Returns the SHA-256 digests of a library's sources and headers by name, sorted.
-
-    Names are relative to the op's root, or ``<suite>/...`` for apex_te's headers in others' ops.
-    """
+    """Returns the SHA-256 digests of a library's sources and headers by name, sorted."""
     root, suite = str(spec.root), spec.suite_root
 
     def name(path: str) -> str:

@@ -223,10 +223,7 @@ def build_all(
 
 
 def _fitting(pending: list[Wanted], free: int) -> Iterator[tuple[Wanted, int]]:
-    """Removes from ``pending`` the libraries whose builds can start now.
-
-    One gets one compiler while others wait: its sources differ in length, and more would idle.
-    """
+    """Removes from ``pending`` the libraries whose builds can start now."""
     while pending and free:
         item = pending.pop(0)
         sources = len(item.spec.device_sources(item.device))

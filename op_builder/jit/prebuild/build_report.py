@@ -15,10 +15,7 @@ STATES = ("built", "present", "skipped", "failed")
 
 
 class LibraryReport(NamedTuple):
-    """One library of a prebuild: "built", "present" before, "skipped" or "failed".
-
-    ``seconds`` and ``size``, in bytes, are 0 if not known.
-    """
+    """One library of a prebuild: "built", "present" before, "skipped" or "failed"."""
 
     op: str
     device: str

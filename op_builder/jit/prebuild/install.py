@@ -83,11 +83,7 @@ def _asked_by_apex(builders: Mapping[str, OpSpec]) -> dict[str, str]:
 
 
 def select(builders: Mapping[str, OpSpec]) -> list[Choice]:
-    """Returns a decision for each library of the ops, from ``APEX_BUILD_*`` variables.
-
-    Variables for one op, also apex's, come first; ``APEX_BUILD_CUDA_OPS`` asks for both libraries
-    of every other op, ``APEX_BUILD_CPP_OPS`` for the CPU ones.
-    """
+    """Returns a decision for each library of the ops, from ``APEX_BUILD_*`` variables."""
     asked = _asked_by_apex(builders)
     cpp, cuda = env.boolean(CPP_OPS, False), env.boolean(CUDA_OPS, False)
     choices: list[Choice] = []

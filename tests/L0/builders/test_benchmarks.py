@@ -10,8 +10,10 @@ from torch.autograd import DeviceType
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 
+import harness
 import kernel_families
 import power
+import run
 import summary
 
 CAP, THERMAL = 0x4, 0x20
@@ -136,6 +138,24 @@ def test_what_is_the_same_in_all_rows_is_no_column():
     assert lines[0].startswith("GPT, GPU, power cap, G, driver 1")
     assert "| torch bf16 | 14.00 |" in lines
     assert "| library | J |" in lines
+
+
+def test_cases_of_all_ops_are_measured_by_name(monkeypatch, tmp_path):
+    with pytest.raises(SystemExit, match=r"names must be of .*, got rope_and_more"):
+        run.main(["rope_and_more"])
+    assert set(summary.load()) <= set(harness.CASES)
+    rows = {"a": [{"us": 1.5}], "b": [{"us": 2.5}, {"us": 3.5}]}
+    monkeypatch.setattr(harness, "CASES", {})
+    monkeypatch.setattr(harness, "SUMS", {})
+    monkeypatch.setattr(harness, "sm_clock_mhz", lambda: "1000")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("OUT", str(tmp_path))
+    harness.case("op", ["a", "b"])(rows.__getitem__)
+    harness.case("op", sums=lambda found: {"count": len(found)})(lambda: [{"us": 4.5}])
+    run.main(["op"])
+    told = json.loads((tmp_path / "op_cpu.json").read_text())
+    assert [row["us"] for row in told["rows"]] == [1.5, 2.5, 3.5, 4.5]
+    assert told["count"] == 4
 
 
 def test_charts_fit_a_page(tmp_path, monkeypatch):

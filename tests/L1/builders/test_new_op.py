@@ -97,7 +97,7 @@ def test_cpu_op(checkout, variables):
     output = tutorial.run(command, checkout, variables)
     assert "passed" in output
     assert "skipped" not in output
-    tutorial.run([sys.executable, "benchmarks/ops/bench_cpu_only.py"], checkout, variables)
+    tutorial.run([sys.executable, "benchmarks/run.py", "cpu_only"], checkout, variables)
     generate(checkout, variables, "cpu_only", "--remove")
 
 

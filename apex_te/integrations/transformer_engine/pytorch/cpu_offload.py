@@ -136,11 +136,7 @@ def _copy(host: torch.Tensor, tensor: torch.Tensor) -> None:
 
 
 class _Saved:
-    """Tensor that is on its device, on the CPU (``host``, after ``store``), or on both.
-
-    ``stored`` and ``loaded`` are the events after the copies, None without a GPU; ``value``, the
-    tensor on its device, is None between ``release`` and ``load``.
-    """
+    """Tensor that is on its device, on the CPU (``host``, after ``store``), or on both."""
 
     __slots__ = ("__weakref__", "_version", "device", "host", "loaded", "stored", "value")
 
@@ -343,11 +339,7 @@ class ActivationOffload:
         return tensor
 
     def _sides(self, device: torch.device) -> tuple[Any, Any]:
-        """Returns the side streams of a device, to the CPU and back.
-
-        They are None for the CPU, and where a CUDA graph is captured: a graph must not wait for the
-        copies of another one.
-        """
+        """Returns the side streams of a device, to the CPU and back."""
         if device.type != "cuda":
             return None, None
         if torch.cuda.is_current_stream_capturing():

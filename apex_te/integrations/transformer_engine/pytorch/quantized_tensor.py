@@ -19,10 +19,7 @@ _MODULE = "transformer_engine.pytorch.quantized_tensor"
 
 
 class WeightType(type(torch.Tensor)):  # type: ignore[misc]
-    """Metaclass of types whose instances are apex_te's FP8 weights with certain recipes.
-
-    ``quantizers`` are the schemes, by ``Recipe.quantizer``, of those recipes; None for all.
-    """
+    """Metaclass of types whose instances are apex_te's FP8 weights with certain recipes."""
 
     quantizers: tuple[str, ...] | None
 

@@ -10,10 +10,7 @@ from ..._names import neutral
 
 
 def mask_type_of(name: Any) -> Any:
-    """Returns the name of a mask type, for which ``"padding,causal"`` is ``"padding_causal"``.
-
-    Any other value is returned unchanged.
-    """
+    """Returns the name of a mask type, for which ``"padding,causal"`` is ``"padding_causal"``."""
     if not isinstance(name, str) or "," not in name:
         return name
     name = name.replace(",", "_")
@@ -26,10 +23,7 @@ def reads_masks(name: Any) -> bool:
 
 
 def checked_window(name: Any, size: Any) -> Any:
-    """Returns a window whose right end is the one that a mask type has.
-
-    With causal types it is (left, 0); with others None for (-1, 0), which is a causal window.
-    """
+    """Returns a window whose right end is the one that a mask type has."""
     if size is None or not isinstance(name, str) or len(size) != 2:
         return size
     left, right = size

@@ -204,11 +204,7 @@ def norm_constructor(owner: str, native: Any) -> Any:
 
 
 def _after_update(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a method that all ranks call together, with the pending scale update before it.
-
-    Megatron saves the FP8 state of one tensor-parallel rank for all; amax values that are staged
-    differ by rank until an update has reduced them.
-    """
+    """Returns a method that all ranks call together, with the pending scale update before it."""
 
     @functools.wraps(method)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -219,10 +215,7 @@ def _after_update(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class GemmModule(TransformerEngineBaseModule):
-    """Base of the alias modules that have weights of GEMMs themselves.
-
-    With ``apply_bias`` the module adds its (last) bias instead of returning it.
-    """
+    """Base of the alias modules that have weights of GEMMs themselves."""
 
     apply_bias: bool
     use_bias: bool

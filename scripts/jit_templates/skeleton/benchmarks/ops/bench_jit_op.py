@@ -5,15 +5,11 @@ Bytes counted: forward, read x and write y; backward, read dy and x and write dx
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import harness
+import torch
 
 from apex_te.ops import jit_op as op
 
@@ -50,8 +46,8 @@ def measure(
     }
 
 
-def main() -> None:
-    rows = []
+@harness.case("jit_op")
+def rows() -> Iterator[harness.Row]:
     for shape in SHAPES:
         x, dy = (torch.randn(shape, device=DEVICE).bfloat16() for _ in range(2))
         leaf = x.clone().requires_grad_()
@@ -61,11 +57,5 @@ def main() -> None:
         fwd = lambda: op.jit_op_fwd(x)  # noqa: B023, E731
         bwd = lambda: op.jit_op_bwd(dy, x)  # noqa: B023, E731
         size = x.numel() * x.element_size()
-        rows.append(measure("fwd", x, 2 * size, fwd, plain))
-        rows.append(measure("bwd", x, 3 * size, bwd, gradient))
-    name = "jit_op"
-    harness.report(name if DEVICE == "cuda" else f"{name}_cpu", rows, device=DEVICE)
-
-
-if __name__ == "__main__":
-    main()
+        yield measure("fwd", x, 2 * size, fwd, plain)
+        yield measure("bwd", x, 3 * size, bwd, gradient)

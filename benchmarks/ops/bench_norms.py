@@ -1,37 +1,8 @@
-"""Measurements of bench_layer_norm and bench_rms_norm: each function of a norm, with its peers.
+"""layer_norm and rms_norm, every function, against a copy of the same bytes and their peers.
 
-What did not help on an H200 (16384 x 4096, bf16, TB/s over the floor's bytes):
-
-- Rows in groups of 4 warps whose statistics are exchanged behind a barrier a row ahead, all of it
-  read from shared memory: layer_norm forward 2.3 and to FP8 rowwise 1.7, where a warp that has its
-  row in registers gets 3.5 and 3.3. Parts of 4 KB or 2 KB in 16 to 32 warps: 3.1 to 3.4 and 2.3 to
-  2.7.
-- An exchange of statistics between blocks through the cluster's barrier, which waits for all
-  stores before it: a cluster for each row of 4096 ran at a fifth of the speed.
-- Both FP8 layouts from 8 x 8 codes of a thread in a cluster that holds 32 to 128 rows: 2.1 to 2.6
-  (rms_norm 2.6 to 2.9). Two blocks a multiprocessor with 32 rows each, of 2 blocks a row: as one
-  block; with 64 rows of 4 blocks a row: 2.3 (rms_norm 3.0), where 2 blocks a row reach 3.2.
-- Streaming rms_norm's forward in x's dtype at 4096 columns: 3.7, a block for each row 3.8.
-- Rows of a persistent grid, through registers or 2 to 3 stages of shared memory: layer_norm 2.9 to
-  3.5, rms_norm 3.3 to 3.6; blocks of 2 rows 3.7, of 8 rows 3.4 and 3.5. To FP8 rms_norm 2.9 to 3.5,
-  blocks of 4 rows 3.5; layer_norm 2.3 to 2.9 and 3.0, where a warp a row gets 3.2. Those warps in 2
-  to 8 rounds of blocks: 3.1 to 2.5.
-- Backward, layer_norm: 768 threads 3.4 to 3.5 (and 2.6 if they hold dy and x between both passes:
-  spills), 640 whose slots share a barrier 3.5, which have one each and hold both 3.6; 8 columns of
-  a thread instead of 16: 2.4 (rms_norm 2.8). rms_norm with a barrier for each slot: 3.6 instead of
-  3.7 (8192 columns: 3.6 instead of 3.5).
-- To both FP8 layouts, tiles of 32 to 56 rows so that all multiprocessors get the same number:
-  7168 x 2112 took 29.7 us instead of the 23.7 of 64 rows; a copy of the bytes 21.5. Four blocks a
-  row with 64 rows at 7168 columns: rms_norm 0.83 instead of 0.79 of a copy, layer_norm slower.
-- To both FP8 layouts, patches of 8 x 8 codes of a thread, persistent, the next tile on its way to
-  shared memory (norm/fwd_patch_cuda.h, for narrow rows), in 1 to 16 blocks a row: from 2112 to
-  16384 columns at best 0.63 to 0.73 (layer_norm) and 0.75 to 0.81 of a copy, where tiles of codes
-  in shared memory get 0.64 to 0.78 and 0.73 to 0.83. With 64 rows a tile 0.47 to 0.65 and 0.61 to
-  0.76; with statistics a tile ahead of the stores (3 tiles in shared memory) 0.51 to 0.62 and 0.72
-  to 0.80. With a residual and 65536 x 1024 0.77 and 0.80, of tiles 0.84 and 0.86.
-- In tiles of codes, weights read from shared memory a vector ahead, and no question for each vector
-  whether there is a weight: within 2% of what it was. layer_norm issues 14 instructions an element
-  against 8.5 of rms_norm, and is that much slower: 0.70 against 0.81 of a copy at 5120 columns.
+Bytes counted, an element for bf16: forward 4 (read x, write y), to FP8 rowwise 3, both layouts 4,
+backward 6 (read dy and x, write dx); with a residual 8 (forward also reads the residual and writes
+the sum, backward also reads the residual's gradient).
 """
 
 from __future__ import annotations
@@ -43,6 +14,8 @@ from typing import Any
 import harness
 import torch
 from torch.nn import functional as F
+
+from apex_te.ops import layer_norm, rms_norm
 
 SHAPES = [
     (16384, 4096), (65536, 4096), (16384, 3584), (262144, 256), (65536, 1024), (8192, 8192),
@@ -149,11 +122,8 @@ class Case:
         ]  # fmt: skip
 
 
-def run(op: ModuleType) -> None:
-    """Measures an op and writes its results file."""
-    harness.run(op.__name__.rpartition(".")[2], rows(op))
-
-
+@harness.case("layer_norm", [layer_norm])
+@harness.case("rms_norm", [rms_norm])
 def rows(op: ModuleType) -> Iterator[harness.Row]:
     for shape in SHAPES:
         case = Case(op, shape)
