@@ -460,7 +460,12 @@ class FP8Module(torch.nn.Module):
         return out
 
     def _kept(
-        self, gemm: int, weight: torch.Tensor, quantizers: GemmQuantizers, recomputed: bool = False
+        self,
+        gemm: int,
+        weight: torch.Tensor,
+        quantizers: GemmQuantizers,
+        recomputed: bool = False,
+        for_cache: bool = False,
     ) -> QuantizedTensor | None:
         """Returns the FP8 copies of a weight that ``keep_fp8_weights`` keeps; None without any."""
         modes, region = self._modes, local.region
@@ -475,7 +480,7 @@ class FP8Module(torch.nn.Module):
             or is_transformed((weight,))
         ):
             return None
-        return modes.kept.copies(self._fp8, gemm, weight, quantizers.weight)
+        return modes.kept.copies(self._fp8, gemm, weight, quantizers.weight, for_cache)
 
     def _keep_fp8_weights(self, enabled: bool) -> None:
         """Keeps FP8 copies of weights from the next forward on, or drops them."""
@@ -496,7 +501,7 @@ class FP8Module(torch.nn.Module):
 
         def cast() -> QuantizedTensor:
             # A later training step may need what an evaluation in inference mode cached.
-            kept = self._kept(gemm, weight, quantizers)
+            kept = self._kept(gemm, weight, quantizers, for_cache=True)
             if kept is not None:
                 return kept
             with torch.inference_mode(False), torch.no_grad():

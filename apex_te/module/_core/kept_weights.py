@@ -46,13 +46,14 @@ class KeptCopies:
         rule: of casts in blocks of 128x128: ``block_quantize``'s ``scales`` and ``eps``; None for
             one scale.
         amax: fp32 ``[1]``, of the weight that was cast; None in blocks.
+        is_cached: a module's cache for microbatches has the copies, which must not change then.
         is_read: a forward has used the copies since the last step.
         is_released: the weight changes unseen by the host, so that nothing can be kept.
     """
 
     __slots__ = (
         "__weakref__", "_fp8", "_is_equal", "_slot", "_stamp", "_was_current", "_weight", "amax",
-        "copies", "is_read", "is_released", "rule",
+        "copies", "is_cached", "is_read", "is_released", "rule",
     )  # fmt: skip
 
     def __init__(
@@ -80,15 +81,23 @@ class KeptCopies:
                 other = floats(*scale_shape(cols, rows, _BLOCK))
         self.copies = BlockQuantized(codes, scale_inv, columnwise, other)
         self._stamp: tuple[int, int, int] | None = None
-        self._was_current = self.is_read = self.is_released = False
+        self._was_current = self.is_cached = self.is_read = self.is_released = False
 
     def belongs_to(self, weight: torch.Tensor, rule: tuple[str, float] | None) -> bool:
         """Returns True if these are copies of ``weight`` that were cast by ``rule``."""
         return self._weight() is weight and self.rule == rule
 
-    def current(self, weight: torch.Tensor, quantizer: Any) -> QuantizedTensor:
-        """Returns the copies as ``quantizer`` would make them, and stages the weight's amax."""
+    def current(
+        self, weight: torch.Tensor, quantizer: Any, for_cache: bool
+    ) -> QuantizedTensor | None:
+        """Returns the copies as ``quantizer`` would make them, and stages the weight's amax.
+
+        None while a cache for microbatches needs them as they are; ``for_cache`` is for this cache.
+        """
         now = stamp(weight)
+        if self.is_cached and self._stamp == now:
+            return None
+        self.is_cached = for_cache
         with torch.inference_mode(False), torch.no_grad():
             if self.rule is not None:
                 if self._stamp != now:
@@ -146,6 +155,7 @@ class KeptCopies:
         """Notes that the copies were written, or, unless ``is_certain``, perhaps all left as is."""
         weight = self._weight()
         self._changed()
+        self.is_cached = False
         if weight is not None and (is_certain or self._was_current):
             self._stamp = stamp(weight)
         self.is_read = False
@@ -164,9 +174,9 @@ class KeptWeights:
         self._found: dict[int, KeptCopies] = {}
 
     def copies(
-        self, fp8: ModuleFP8, gemm: int, weight: torch.Tensor, quantizer: Any
+        self, fp8: ModuleFP8, gemm: int, weight: torch.Tensor, quantizer: Any, for_cache: bool
     ) -> QuantizedTensor | None:
-        """Returns FP8 copies of ``weight``; None if they cannot be kept."""
+        """Returns FP8 copies of ``weight``; None if it must be cast. See ``KeptCopies.current``."""
         kind = type(quantizer)
         if quantizer.dtype is not torch.float8_e4m3fn or not _fits(weight):
             return None
@@ -184,7 +194,7 @@ class KeptWeights:
                 _scaled.add(found)
             if _renew_scales not in preparations:
                 preparations.append(_renew_scales)
-        return None if found.is_released else found.current(weight, quantizer)
+        return None if found.is_released else found.current(weight, quantizer, for_cache)
 
 
 def _fits(weight: torch.Tensor) -> bool:
