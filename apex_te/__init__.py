@@ -66,6 +66,7 @@ if _typing.TYPE_CHECKING:
     )
     from .integrations.layer_advice import advise as advise
     from .integrations.summary import conversion_summary as conversion_summary
+    from .module._core.kept_weights import keep_fp8_weights as keep_fp8_weights
     from .module.attention.context_parallel.split import (
         join_context_parallel as join_context_parallel,
     )
@@ -143,6 +144,7 @@ _NAMES = {
     "is_batch_invariant": "runtime.invariance",
     "is_fp8_enabled": "fp8.autocast",
     "join_context_parallel": "module.attention.context_parallel.split",
+    "keep_fp8_weights": "module._core.kept_weights",
     "linear_cross_entropy": "module.linear_cross_entropy",
     "linear_log_probs": "module.linear_log_probs",
     "make_graphed_callables": "graphs.graphed_callables",

@@ -16,10 +16,14 @@ from collections.abc import Sequence
 
 import torch
 
+from ..runtime.fp8_copies import Casts
 from .binding import bind, checked
 from .multi_tensor import Tensors, dense, l2norm, mark_written, workspace
 
 _adam = bind("multi_tensor", "multi_tensor_adam")
+_adam_fp8 = bind("multi_tensor", "multi_tensor_adam_fp8")
+_adam_block = bind("multi_tensor", "multi_tensor_adam_block")
+_kept_scales = bind("multi_tensor", "multi_tensor_kept_scales")
 _sgd = bind("multi_tensor", "multi_tensor_sgd")
 _lamb = bind("multi_tensor", "multi_tensor_lamb")
 
@@ -117,6 +121,66 @@ def adam(
     _written(params, exp_avgs, exp_avg_sqs, masters)
     if unscale_grads and inv_scale is not None:
         _wrote_grads(grads, read)
+
+
+def adam_with_casts(
+    params: Tensors,
+    grads: Tensors,
+    exp_avgs: Tensors,
+    exp_avg_sqs: Tensors,
+    casts: Sequence[Casts],
+    *,
+    step: int | torch.Tensor,
+    lr: float | torch.Tensor,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    adamw: bool,
+    bias_correction: bool,
+    masters: Tensors | None,
+    inv_scale: torch.Tensor | None,
+    found_inf: torch.Tensor | None,
+    unscale_grads: bool,
+) -> None:
+    """Steps ``adam`` and casts each updated parameter to FP8 in the same pass.
+
+    All ``casts`` have one scale, or all are in blocks by one rule. Parameters are matrices whose
+    extents are multiples of 16; all tensors are contiguous and aligned to 16 bytes.
+    """
+    rate, rate_tensor = _number_or_tensor(lr)
+    count, count_tensor = _number_or_tensor(step)
+    lists = (params, grads, exp_avgs, exp_avg_sqs, [] if masters is None else masters)
+    copies = [cast.rowwise for cast in casts], [cast.columnwise for cast in casts]
+    inverses = [cast.scale_inv for cast in casts]
+    options = (
+        rate, *betas, eps, weight_decay, count, adamw, bias_correction, rate_tensor, count_tensor,
+        inv_scale, found_inf, unscale_grads,
+    )  # fmt: skip
+    rule = casts[0].block_rule
+    if rule is None:
+        scales, amaxes = [cast.scale for cast in casts], [cast.amax for cast in casts]
+        _adam_fp8(*lists, *copies, scales, inverses, amaxes, *options)
+    else:
+        columnwise = [cast.columnwise_scale_inv for cast in casts]
+        _adam_block(*lists, *copies, inverses, columnwise, *rule, *options)
+    _written(params, exp_avgs, exp_avg_sqs, lists[-1])
+    if unscale_grads and inv_scale is not None:
+        _written(grads)
+
+
+def check_kept_scales(
+    scales: Tensors,
+    scale_invs: Tensors,
+    kept_amaxes: Tensors,
+    amaxes: Tensors,
+    are_equal: Tensors,
+) -> None:
+    """Tells whether FP8 data have the scales that are wanted now, and stages their amax values.
+
+    Sets ``are_equal``, int32 ``[1]`` each, to 1 where ``scale_inv`` is the inverse of ``scale``,
+    else to 0, and ``amaxes``, unless that is empty, to their maximum with ``kept_amaxes``.
+    """
+    _kept_scales(scales, scale_invs, kept_amaxes, amaxes, are_equal)
 
 
 @checked

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from ..runtime import moved
+from ..runtime.fp8_copies import keepers_of
 from ..runtime.named_arguments import nearest, renamed
 from ._bucket import (
     MASTER,
@@ -487,6 +488,9 @@ class FusedOptimizer(SavingOptimizer):
             raise RuntimeError(
                 f"{self._name}: capturable must be True for a step in a CUDA graph, got False"
             )
+        if capturing:  # replays change the parameters unseen
+            for _, keeper in keepers_of(live):
+                keeper.release()
         plan = self._plans.get(index)
         if (
             plan is None

@@ -15,6 +15,7 @@ from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .. import runtime
+from ..runtime.fp8_copies import Casts, keepers_of
 from ._narrow_state import Halves, StateList, state_list
 from ._sharded import local, placed, with_part
 
@@ -129,9 +130,9 @@ class Bucket:
         wrapped: ``(param, master)`` for each FP8 parameter, which ``finish`` copies the master to.
     """
 
-    __slots__ = ("_advanced", "_graded", "_kept_masters", "_kept_moments", "_listed", "_parts",
-                 "_plain", "_sources", "_states", "_wide_masters", "device", "masters", "moments",
-                 "owners", "params", "sharded", "step", "wrapped")  # fmt: skip
+    __slots__ = ("_advanced", "_graded", "_kept_masters", "_kept_moments", "_listed", "_parted",
+                 "_parts", "_plain", "_sources", "_states", "_wide_masters", "device", "masters",
+                 "moments", "owners", "params", "sharded", "step", "wrapped")  # fmt: skip
 
     def __init__(
         self,
@@ -185,6 +186,7 @@ class Bucket:
         self.masters = whole.tensors if whole is not None and is_given else None
         self._kept_moments = [kept(name, [local(s[name]) for s in states]) for name in names]
         self.moments = [moment.tensors for moment in self._kept_moments]
+        self._parted: dict[tuple[int, ...], list[Any]] = {}  # of ``_lists_of``
 
     def has_state(self) -> bool:
         """Returns True unless someone has put another tensor or step count into the state."""
@@ -251,10 +253,79 @@ class Bucket:
         else:
             before.sub_(1 if found_inf is None else (found_inf.reshape(()) == 0).float())
 
-    def run(self, op: Callable[..., None], grads: list[torch.Tensor], options: State) -> None:
-        """Updates the parameters: ``update``, then ``finish``, which document the arguments."""
-        self.update(op, grads, options)
+    def run(
+        self,
+        op: Callable[..., None],
+        grads: list[torch.Tensor],
+        options: State,
+        with_casts: Callable[..., None] | None = None,
+    ) -> None:
+        """Updates the parameters: ``update``, then ``finish``, which document the arguments.
+
+        ``with_casts`` is ``op`` for parameters whose FP8 copies are kept, which it also writes.
+        """
+        kept = [] if with_casts is None else self._kept_copies(grads)
+        if not kept:
+            self.update(op, grads, options)
+        else:
+            assert with_casts is not None
+            self._update_with_casts(op, with_casts, kept, grads, options)
         self.finish()
+
+    def _kept_copies(self, grads: list[torch.Tensor]) -> list[tuple[int, Any, Casts]]:
+        """Returns ``(index, keeper, casts)`` of the parameters whose FP8 copies can be written."""
+        found = [] if torch.compiler.is_compiling() else keepers_of(self.owners)
+        states = [s for s in (*self._kept_moments, self._kept_masters) if s is not None]
+        if not found or self.wrapped or not all(state.is_wide for state in states):
+            return []
+        kept = []
+        lists = [t for t in (self.params, grads, *self.moments, self.masters) if t is not None]
+        for i, keeper in found:
+            tensors = [tensors[i] for tensors in lists]
+            if all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in tensors):
+                casts = keeper.begin()
+                if casts is not None:
+                    kept.append((i, keeper, casts))
+        return kept
+
+    def _update_with_casts(
+        self,
+        op: Callable[..., None],
+        with_casts: Callable[..., None],
+        kept: list[tuple[int, Any, Casts]],
+        grads: list[torch.Tensor],
+        options: State,
+    ) -> None:
+        """Does what ``update`` does, and casts the parameters in ``kept``."""
+        groups: dict[Any, list[int]] = {}
+        places = {i: casts for i, _, casts in kept}
+        for i in range(len(self.owners)):
+            key = places[i].block_rule or "one scale" if i in places else None
+            groups.setdefault(key, []).append(i)
+        for key, indices in groups.items():
+            params, *moments = self._lists_of(tuple(indices))
+            masters = moments.pop() if self.masters is not None else None
+            some = [grads[i] for i in indices]
+            if key is None:
+                op(params, some, *moments, masters=masters, **options)
+            else:
+                casts = [places[i] for i in indices]
+                with_casts(params, some, *moments, casts, masters=masters, **options)
+        self._advanced = None
+        is_certain = options["found_inf"] is None
+        for _, keeper, _ in kept:
+            keeper.end(is_certain)
+
+    def _lists_of(self, indices: tuple[int, ...]) -> list[Any]:
+        """Returns prepared lists of some parameters, their moments and their master weights."""
+        if indices not in self._parted:
+            if len(self._parted) >= 8:  # who reads which copies changes all the time
+                self._parted.clear()
+            lists = [self.params, *self.moments, *([] if self.masters is None else [self.masters])]
+            self._parted[indices] = [
+                runtime.tensor_list([tensors[i] for i in indices]) for tensors in lists
+            ]
+        return self._parted[indices]
 
     def update(self, op: Callable[..., None], grads: list[torch.Tensor], options: State) -> None:
         """Runs a function of ``ops.multi_tensor_optim``, leaving FP8 parameters for ``finish``.

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from ..ops import multi_tensor_optim
+from ..runtime.fp8_copies import preparations
 from ..runtime.named_arguments import named_arguments
 from ._base import FusedOptimizer, Work
 from ._bucket import MASTER, Bucket
@@ -207,7 +208,9 @@ class FusedAdam(FusedOptimizer):
 
     def _update(self, work: list[Work], scalars: Scalars) -> None:
         names = ("betas", "eps", "weight_decay", "bias_correction")
+        for prepare in preparations:
+            prepare()
         for group, bucket, grads in work:
             options = self._options(group, bucket, scalars, *names)
             options |= {"step": self._step_of(group, bucket), "adamw": self.adam_w_mode}
-            bucket.run(multi_tensor_optim.adam, grads, options)
+            bucket.run(multi_tensor_optim.adam, grads, options, multi_tensor_optim.adam_with_casts)

@@ -6,6 +6,8 @@
 // axpby:    out = a * x + b * y.
 // quantize: out = satcast_rne(x * scale), amax and scale_inv as in cast_transpose.
 // adam, sgd, lamb: one step of the optimizer (multi_tensor_optim.h).
+// adam_fp8, adam_block: adam, and the cast of the parameters to FP8 (multi_tensor_fp8.h).
+// kept_scales: whether FP8 data that are kept have the scales wanted (multi_tensor_fp8.h).
 // All arithmetic is in float32. A launch's table of tensors travels in the kernel's parameters.
 #pragma once
 
@@ -43,6 +45,31 @@ APEX_TE_FUNCTION(multi_tensor_adam,
                  "eps: float, weight_decay: float, step: int, adamw: bool, bias_correction: bool, "
                  "maximize: bool, lr_tensor: f32[1]?, step_tensor: f32|i32[1]?, "
                  "inv_scale: f32[1]?, found_inf: f32|i32[1]?, unscale_grads: bool")
+APEX_TE_FUNCTION(
+    multi_tensor_adam_fp8,
+    "params: f32|H[r c][each n]!!, grads: f32|H[params][each n]!!, "
+    "exp_avgs: f32[params][each n]!!, exp_avg_sqs: f32[params][each n]!!, "
+    "masters: f32[params][each n|0]!!, rowwise: e4m3[params][each n]!, "
+    "columnwise: e4m3[c r][each n]!, scales: f32[1][each n], "
+    "scale_invs: f32[1][each n]!, amaxes: f32[1][each n]!, lr: float, beta1: float, beta2: float, "
+    "eps: float, weight_decay: float, step: int, adamw: bool, bias_correction: bool, "
+    "lr_tensor: f32[1]?, step_tensor: f32|i32[1]?, "
+    "inv_scale: f32[1]?, found_inf: f32|i32[1]?, unscale_grads: bool")
+APEX_TE_FUNCTION(multi_tensor_adam_block,
+                 "params: f32|H[r c][each n]!!, grads: f32|H[params][each n]!!, "
+                 "exp_avgs: f32[params][each n]!!, exp_avg_sqs: f32[params][each n]!!, "
+                 "masters: f32[params][each n|0]!!, rowwise: e4m3[params][each n]!, "
+                 "columnwise: e4m3[c r][each n]!, "
+                 "rowwise_scale_invs: f32[r/128 c/128%4][each n]!, "
+                 "columnwise_scale_invs: f32[c/128 r/128%4][each n]!, block_eps: float, "
+                 "scale_rule: int, lr: float, beta1: float, beta2: float, "
+                 "eps: float, weight_decay: float, step: int, adamw: bool, bias_correction: bool, "
+                 "lr_tensor: f32[1]?, step_tensor: f32|i32[1]?, "
+                 "inv_scale: f32[1]?, found_inf: f32|i32[1]?, unscale_grads: bool")
+APEX_TE_FUNCTION(multi_tensor_kept_scales,
+                 "scales: f32[1][each n], scale_invs: f32[1][each n], "
+                 "kept_amaxes: f32[1][each n], amaxes: f32[1][each n|0]!!, "
+                 "are_equal: i32[1][each n]!")
 APEX_TE_FUNCTION(multi_tensor_sgd,
                  "params: f32|H[*x][each n]!!, grads: f32|H[params][each n]!!, "
                  "momentums: f32[params][each n|0]!!, masters: f32[params][each n|0]!!, "

@@ -10,8 +10,8 @@
 
 namespace apex_te {
 
-constexpr int64_t kBlock = 512;  // values that a loop has in cache at a time
-constexpr int64_t kLanes = 64;   // independent partial sums of a reduction
+constexpr int64_t kRun = 512;   // values that a loop has in cache at a time
+constexpr int64_t kLanes = 64;  // independent partial sums of a reduction
 
 // Calls run(row, chunk, begin, n) for each chunk of each row, from any thread. A row without
 // elements has one empty chunk. Returns each row's first chunk and, last, their number.

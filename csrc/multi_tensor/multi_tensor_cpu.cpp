@@ -30,9 +30,9 @@ struct SquaresOp {
     } else if (row.dtype(0) == DType::kBFloat16) {
       add_squares(static_cast<const BFloat16*>(row.data[0]) + begin, n, lanes);
     } else {
-      float buffer[kBlock];
-      for (int64_t i = 0; i < n; i += kBlock) {
-        const int64_t size = std::min(kBlock, n - i);
+      float buffer[kRun];
+      for (int64_t i = 0; i < n; i += kRun) {
+        const int64_t size = std::min(kRun, n - i);
         add_squares(read_values(row.data[0], row.dtype(0), begin + i, size, buffer), size, lanes);
       }
     }
@@ -108,10 +108,10 @@ struct ScaleOp {
     if (row.dtype(0) == DType::kBFloat16 && row.dtype(1) == DType::kBFloat16)
       return chunk(static_cast<const BFloat16*>(row.data[0]) + begin,
                    static_cast<BFloat16*>(row.data[1]) + begin, n);
-    float in[kBlock], out[kBlock];
+    float in[kRun], out[kRun];
     uint32_t amax = 0;
-    for (int64_t i = 0; i < n; i += kBlock) {
-      const int64_t size = std::min(kBlock, n - i);
+    for (int64_t i = 0; i < n; i += kRun) {
+      const int64_t size = std::min(kRun, n - i);
       const float* x = read_values(row.data[0], row.dtype(0), begin + i, size, in);
       float* y = result_values(row.data[1], row.dtype(1), begin + i, out);
 #pragma GCC ivdep
@@ -128,10 +128,10 @@ struct AxpbyOp {
   float a, b;
   int check;
   APEX_TE_INLINE bool chunk(const Row& row, int64_t begin, int64_t n) const {
-    float xs[kBlock], ys[kBlock], out[kBlock];
+    float xs[kRun], ys[kRun], out[kRun];
     uint32_t amax = 0;
-    for (int64_t i = 0; i < n; i += kBlock) {
-      const int64_t size = std::min(kBlock, n - i);
+    for (int64_t i = 0; i < n; i += kRun) {
+      const int64_t size = std::min(kRun, n - i);
       const float* x = read_values(row.data[0], row.dtype(0), begin + i, size, xs);
       const float* y = read_values(row.data[1], row.dtype(1), begin + i, size, ys);
       // An output in place of an input must not change what is checked.

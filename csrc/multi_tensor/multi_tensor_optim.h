@@ -70,6 +70,16 @@ APEX_TE_STEP_HD StepScalars step_scalars(const Moments& m, const DeviceScalars& 
   return s;
 }
 
+#if defined(__CUDACC__)
+// One block's scalars: the first thread computes them while the others' loads are under way.
+__device__ __forceinline__ StepScalars shared_scalars(const Moments& m, const DeviceScalars& d) {
+  __shared__ StepScalars scalars;
+  if (threadIdx.x == 0) scalars = step_scalars(m, d);
+  __syncthreads();
+  return scalars;
+}
+#endif
+
 // Scalars for a launch whose options are all the host's; the rest is computed on the device.
 inline StepScalars host_scalars(const Moments& m, const DeviceScalars& d) {
   return d.lr || d.step || d.inv_scale ? StepScalars() : step_scalars(m, d);
@@ -158,9 +168,11 @@ APEX_TE_STEP_HD float trust_ratio(const Lamb& c, double param_squares, double up
 }
 
 // Fills rows from the five lists; a list that may be empty leaves its column null. Rows without an
-// element are left out: there is nothing to update.
-inline Rows& fill_optimizer_rows(const Args& args, const List* lists, const int* columns, int count,
-                                 int num_required) {
+// element are left out: there is nothing to update. Calls note(i, row) for each row, of the lists'
+// entries i.
+template <typename Note>
+Rows& fill_optimizer_rows(const Args& args, const List* lists, const int* columns, int count,
+                          int num_required, const Note& note) {
   const List& params = lists[0];
   for (int k = 1; k < count; ++k)
     if (k < num_required || lists[k].count) lists[k].check_count(args, params.count, "params");
@@ -170,10 +182,15 @@ inline Rows& fill_optimizer_rows(const Args& args, const List* lists, const int*
     Row& row = rows[used];
     for (int k = 0; k < count; ++k)
       if (lists[k].count) add_column(args, row, columns[k], lists[k], i, params, columns[k] >= 2);
+    note(i, row);
     used += row.numel != 0;
   }
   rows.resize(used);
   return rows;
+}
+inline Rows& fill_optimizer_rows(const Args& args, const List* lists, const int* columns, int count,
+                                 int num_required) {
+  return fill_optimizer_rows(args, lists, columns, count, num_required, [](int, const Row&) {});
 }
 
 inline double take_beta(Args& args, const char* name) {
@@ -222,17 +239,21 @@ inline void take_step_tensor(Args& args, const Moments& m, DeviceScalars* d) {
   }
 }
 
-inline Adam check_adam(Args& args) {
-  const List lists[] = {List(args), List(args), List(args), List(args), List(args)};
-  constexpr int kColumns[] = {kParam, kGrad, kExpAvg, kExpAvgSq, kMaster};
+// The options of adam, which follow its lists.
+inline Adam take_adam(Args& args, const Rows& rows, bool may_maximize) {
   Adam p{};
-  p.rows = &fill_optimizer_rows(args, lists, kColumns, 5, 4);
+  p.rows = &rows;
   p.moments = take_moments(args);
-  p.moments.maximize = args.boolean();
+  p.moments.maximize = may_maximize && args.boolean();
   p.device.lr = take_scalar(args);
   take_step_tensor(args, p.moments, &p.device);
   take_scaling(args, &p.device);
   return p;
+}
+inline Adam check_adam(Args& args) {
+  const List lists[] = {List(args), List(args), List(args), List(args), List(args)};
+  constexpr int kColumns[] = {kParam, kGrad, kExpAvg, kExpAvgSq, kMaster};
+  return take_adam(args, fill_optimizer_rows(args, lists, kColumns, 5, 4), true);
 }
 
 inline Sgd check_sgd(Args& args) {

@@ -1,6 +1,9 @@
 // CPU kernels of multi_tensor's optimizer steps.
+#include "common/cpu/block_128x128.h"
+#include "common/cpu/quantize.h"
+#include "common/numerics/with_dtype.h"
 #include "multi_tensor/multi_tensor_chunks.h"
-#include "multi_tensor/multi_tensor_optim.h"
+#include "multi_tensor/multi_tensor_fp8.h"
 
 namespace apex_te {
 namespace {
@@ -11,7 +14,7 @@ struct OptimBlock {
   const Row& row;
   int64_t begin, size;
   bool has_master;
-  float grads[kBlock], weights[kBlock];
+  float grads[kRun], weights[kRun];
   const float* g;
   float *p, *m, *v;
   APEX_TE_INLINE OptimBlock(const Row& r, int64_t at, int64_t n, bool with_grad = true)
@@ -43,8 +46,8 @@ struct AdamOp {
   APEX_TE_INLINE bool chunk(const Row& row, int64_t begin, int64_t n) const {
     const Moments c = moments;
     const StepScalars s = scalars;
-    for (int64_t i = 0; i < n; i += kBlock) {
-      OptimBlock b(row, begin + i, std::min(kBlock, n - i));
+    for (int64_t i = 0; i < n; i += kRun) {
+      OptimBlock b(row, begin + i, std::min(kRun, n - i));
       const float* g = b.g;
       float *p = b.p, *m = b.m, *v = b.v;
       const int64_t size = b.size;
@@ -63,8 +66,8 @@ struct SgdOp {
   APEX_TE_INLINE bool chunk(const Row& row, int64_t begin, int64_t n) const {
     const Sgd c = options;
     const float lr = sgd_lr(options), inv_scale = sgd_inv_scale(options);
-    for (int64_t i = 0; i < n; i += kBlock) {
-      OptimBlock b(row, begin + i, std::min(kBlock, n - i));
+    for (int64_t i = 0; i < n; i += kRun) {
+      OptimBlock b(row, begin + i, std::min(kRun, n - i));
       const float* g = b.g;
       float *p = b.p, *m = b.m, unused;
       const int64_t size = b.size;
@@ -95,9 +98,9 @@ struct LambMomentsOp {
     const Lamb c = options;
     const StepScalars s = scalars;
     const float f = factor;
-    float params[kLanes] = {}, updates[kLanes] = {}, u[kBlock];
-    for (int64_t i = 0; i < n; i += kBlock) {
-      OptimBlock b(row, begin + i, std::min(kBlock, n - i));
+    float params[kLanes] = {}, updates[kLanes] = {}, u[kRun];
+    for (int64_t i = 0; i < n; i += kRun) {
+      OptimBlock b(row, begin + i, std::min(kRun, n - i));
       const float *g = b.g, *p = b.p;
       float *m = b.m, *v = b.v;
       const int64_t size = b.size;
@@ -123,8 +126,8 @@ struct LambStepOp {
     const Lamb c = options;
     const StepScalars s = scalars;
     const float step = step_size;
-    for (int64_t i = 0; i < n; i += kBlock) {
-      const OptimBlock b(row, begin + i, std::min(kBlock, n - i), false);
+    for (int64_t i = 0; i < n; i += kRun) {
+      const OptimBlock b(row, begin + i, std::min(kRun, n - i), false);
       const float *m = b.m, *v = b.v;
       float* p = b.p;
       const int64_t size = b.size;
@@ -142,6 +145,15 @@ void run_step(const Rows& rows, const Op& op) {
   for_chunks(rows, kMultiTensorChunk, [&](size_t row, int64_t, int64_t begin, int64_t n) {
     chunk(op, rows[row], begin, n);
   });
+}
+
+// Casts a parameter that has been updated, with its scale.
+template <typename T>
+void cast_param(const FP8Row& f) {
+  const float scale = *f.scale;
+  const Quantize q{f.param, f.rows, f.cols, DType::kE4M3, f.rowwise, f.columnwise, f.rows};
+  *f.amax = bits_float(quantize_all<T>(q, fp8_row_encoder<T>(DType::kE4M3, scale)));
+  *f.rowwise_scale_inv = 1.0f / scale;
 }
 
 }  // namespace
@@ -188,4 +200,30 @@ APEX_TE_DEFINE(multi_tensor_lamb) {
     const float ratio = static_cast<float>(p.partials.totals[row]);
     step(LambStepOp{p, s, s.lr * ratio}, rows[row], begin, n);
   });
+}
+
+APEX_TE_DEFINE(multi_tensor_adam_fp8) {
+  using namespace apex_te;
+  const AdamFP8 p = check_adam_with_cast(args, false);
+  if (p.adam.device.found_inf.is_set()) return;
+  run_step(*p.adam.rows,
+           AdamOp{p.adam.moments, step_scalars(p.adam.moments, p.adam.device), p.adam.device});
+  for (const FP8Row& f : *p.rows)
+    with_dtype(f.row.dtype(kParam), [&](auto zero) { cast_param<decltype(zero)>(f); });
+}
+
+APEX_TE_DEFINE(multi_tensor_adam_block) {
+  using namespace apex_te;
+  const AdamFP8 p = check_adam_with_cast(args, true);
+  if (p.adam.device.found_inf.is_set()) return;
+  run_step(*p.adam.rows,
+           AdamOp{p.adam.moments, step_scalars(p.adam.moments, p.adam.device), p.adam.device});
+  for (const FP8Row& f : *p.rows)
+    with_dtype(f.row.dtype(kParam), [&](auto zero) {
+      cast_128x128(f.block_cast(p.rule), f.param.data<const decltype(zero)>());
+    });
+}
+
+APEX_TE_DEFINE(multi_tensor_kept_scales) {
+  for (const apex_te::KeptScale& k : apex_te::check_kept_scales(args)) apex_te::check_kept(k);
 }

@@ -48,14 +48,6 @@ struct Columns {
   }
 };
 
-// One block's scalars: the first thread computes them while the others' loads are under way.
-__device__ __forceinline__ StepScalars shared_scalars(const Moments& m, const DeviceScalars& d) {
-  __shared__ StepScalars scalars;
-  if (threadIdx.x == 0) scalars = step_scalars(m, d);
-  __syncthreads();
-  return scalars;
-}
-
 // kUnscale: writes the unscaled gradients; in kernels of their own, which need more registers.
 template <bool kUnscale>
 struct AdamBody {

@@ -475,6 +475,61 @@ class PendingScales:
         return True
 
 
+class NextScales:
+    """Forward scales that the next forward will cast with, as far as this rank can know.
+
+    An update that takes a collective may give others, as may a forward that records before it.
+    """
+
+    def __init__(self, modules: Sequence[ModuleFP8]) -> None:
+        """Groups the tensors of the modules whose scales can be computed in advance."""
+        self._groups: dict[tuple, ScaleGroup] = {}
+        self._scales: dict[int, tuple[torch.Tensor, int]] = {}  # with the recipe's interval
+        self._copied: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        for module in modules:
+            state, recipe = module.state, module.state.recipe
+            if recipe is None or recipe.uses_callables or state.device.type == "meta":
+                continue
+            sources = [state.scale_fwd, state.amax_history_fwd, state.scale_inv_fwd]
+            made = [torch.empty_like(source) for source in sources]
+            copied = self._copied.setdefault(state.device, ([], []))
+            copied[0].extend(made)
+            copied[1].extend(sources)
+            limits = formats_of(recipe.fp8_format, state.device)
+            group = _group_of(self._groups, state.device, recipe, False)
+            group.add(module, (made[1], made[0], made[2], limits.max_fwd))
+            self._scales[module.number] = made[0], recipe.interval
+
+    def run(self) -> None:
+        """Computes the scales anew."""
+        for targets, sources in self._copied.values():
+            torch._foreach_copy_(targets, sources)
+        for scale_group in self._groups.values():
+            scale_group.run()  # what fails here keeps its scale
+
+    def of(self, module: ModuleFP8, slot: int) -> torch.Tensor:
+        """Returns the scale of a forward slot, fp32 ``[1]``."""
+        state = module.state
+        group, known = state.sync.amax_group, self._scales.get(module.number)
+        scales = state.scale_fwd
+        if known is not None and group is not None and group.pending >= known[1]:
+            scales = known[0]
+        return scales[slot : slot + 1]
+
+
+def next_scales(renew: bool) -> NextScales:
+    """Returns the process's ``NextScales``, computed anew if ``renew``, or if a module changed."""
+    with update_lock, torch.inference_mode(False), torch.no_grad():
+        plan = registry.plans.get(NextScales)
+        if plan is None:
+            allocated = [m for m in registry.living() if m.state.allocated]
+            plan = registry.plans[NextScales] = NextScales(allocated)
+            renew = True
+        if renew:
+            plan.run()
+        return plan
+
+
 def _is_local(amax_group: AmaxGroup | None, recipe: DelayedScaling) -> bool:
     """Returns True if an update of ``amax_group``, None before any forward, needs no other rank."""
     if amax_group is None:

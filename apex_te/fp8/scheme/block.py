@@ -10,7 +10,13 @@ from torch.nn import functional
 
 from ...ops import emulated_gemm
 from ...ops._head_order import sorted_heads
-from ...ops.block_quantize import ROW_MULTIPLE, block_dequantize, block_quantize, scale_shape
+from ...ops.block_quantize import (
+    ROW_MULTIPLE,
+    BlockQuantized,
+    block_dequantize,
+    block_quantize,
+    scale_shape,
+)
 from ...ops.byte_transpose import byte_transpose
 from ...ops.fp8_gemm import block_scaled_gemm
 from ...ops.fp8_output import FP8_DTYPES
@@ -82,6 +88,14 @@ class BlockQuantizer(Quantizer):
             eps=options.eps,
         )  # fmt: skip
         return QuantizedTensor(*out, self.dtype), x.sum(0) if with_dbias else None
+
+    def quantize_into(self, x: torch.Tensor, out: BlockQuantized) -> None:
+        """Quantizes a matrix into copies that exist."""
+        options = self.options
+        block_quantize(
+            x, options.dtype, block_rows=self.block_rows, scales=options.scales, eps=options.eps,
+            out=out,
+        )  # fmt: skip
 
     def produce(
         self, producer: FusedCast, rowwise: bool = True, columnwise: bool = True

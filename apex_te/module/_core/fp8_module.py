@@ -27,6 +27,7 @@ from .arguments import autocast_dtype, shown_name
 from .fp8_entries import joined_scales, save_parameters
 from .gemm import FP8Call, GemmOptions, as_matrix
 from .independent_rows import separates_rows, with_independent_rows
+from .kept_weights import KeptWeights
 from .plain_functions import HighPrecisionLinearFunction
 from .programs import Programs, is_autocast, programs_of
 from .weight_cache import CapturedWeights, WeightCache
@@ -65,13 +66,14 @@ class Modes:
         programs: ``Programs`` by the id of the quantizers that they hold.
         in_ddp: the last call except recomputes ran under DistributedDataParallel.
         independent_rows: the last call except recomputes ran under ``batch_invariant``.
+        kept: FP8 weights that stay between steps; None unless ``keep_fp8_weights`` was called.
         part: ``grouped.parts.Part`` that the module computes of a call, None for all of it.
         recompute: quantizers for a recompute of the last call, if that call recorded amax values.
         splits: the last ``m_splits`` that ``GroupedLinear`` copied to the device, and the copy.
     """
 
     __slots__ = (
-        "captured", "gathered", "in_ddp", "independent_rows", "part", "plain", "programs",
+        "captured", "gathered", "in_ddp", "independent_rows", "kept", "part", "plain", "programs",
         "recompute", "recompute_fp8", "recompute_keeps", "splits", "weight_cache", "wgrad_store",
     )  # fmt: skip
 
@@ -79,6 +81,7 @@ class Modes:
         self.captured: CapturedWeights | None = None
         self.in_ddp = False
         self.independent_rows = False
+        self.kept: KeptWeights | None = None
         self.part: Any = None
         self.recompute: tuple[GemmQuantizers, ...] | None = None
         self.recompute_fp8 = False
@@ -187,6 +190,7 @@ class FP8Module(torch.nn.Module):
             or not region.records
             or region.keep_columnwise_weights
             or modes.captured is not None
+            or modes.kept is not None
             or graph_task_id() != -1
             or not torch.is_grad_enabled()
         ):
@@ -231,7 +235,14 @@ class FP8Module(torch.nn.Module):
                 sets = tuple(with_independent_rows(name, recipe, each) for each in sets)
         keep = is_fp8 and self._keeps_columnwise(recomputed)
         programs = None
+        gemms = len(weights) or 1
+        cached: tuple[QuantizedTensor | None, ...] = (None,) * gemms
+        if is_fp8 and is_first_microbatch is None and self._modes.kept is not None:
+            assert sets is not None
+            found = [self._kept(i, w, sets[i], recomputed) for i, w in enumerate(weights)]
+            cached = tuple(found) if found else cached
         usual = options is _DEFAULTS or options is _SAVES_INPUT
+        usual = usual and cached.count(None) == gemms
         if is_fp8 and usual and is_first_microbatch is None and self.tp_size == 1:
             assert sets is not None
             programs = self._programs(sets)
@@ -239,11 +250,9 @@ class FP8Module(torch.nn.Module):
             key = (dtype, keep, saves) if keep or saves else dtype
             if programs is not None and key in programs.calls:
                 return programs.calls[key]
-        gemms = len(weights) or 1
         each = (options,) * gemms if self.tp_size == 1 else self._split_options(options, gemms)
         # A recompute repeats the forward that filled the cache.
         fill = False if is_first_microbatch and recomputed else is_first_microbatch
-        cached: tuple[QuantizedTensor | None, ...] = (None,) * gemms
         if is_fp8 and (fill is not None or self._modes.captured is not None):
             assert sets is not None
             cached = self._cached_weights(weights, sets, fill)
@@ -450,6 +459,34 @@ class FP8Module(torch.nn.Module):
             out.register_hook(lambda grad: grad_output.record(as_matrix(grad.detach())))
         return out
 
+    def _kept(
+        self,
+        gemm: int,
+        weight: torch.Tensor,
+        quantizers: GemmQuantizers,
+        recomputed: bool = False,
+        for_cache: bool = False,
+    ) -> QuantizedTensor | None:
+        """Returns the FP8 copies of a weight that ``keep_fp8_weights`` keeps; None without any."""
+        modes, region = self._modes, local.region
+        if (
+            modes.kept is None
+            or modes.captured is not None
+            or not (recomputed or (region is not None and region.records))
+            or torch.compiler.is_compiling()
+            or _is_capturing(weight.device)
+            or weight.device.type == "meta"
+            or self.__dict__.get("_is_fsdp_managed_module", False)
+            or is_transformed((weight,))
+        ):
+            return None
+        return modes.kept.copies(self._fp8, gemm, weight, quantizers.weight, for_cache)
+
+    def _keep_fp8_weights(self, enabled: bool) -> None:
+        """Keeps FP8 copies of weights from the next forward on, or drops them."""
+        self._modes.kept = KeptWeights() if enabled else None
+        self._modes.weight_cache.clear()
+
     def _cached_weight(
         self, weight: torch.Tensor, quantizers: GemmQuantizers, fill: bool, gemm: int = 0
     ) -> QuantizedTensor:
@@ -464,6 +501,9 @@ class FP8Module(torch.nn.Module):
 
         def cast() -> QuantizedTensor:
             # A later training step may need what an evaluation in inference mode cached.
+            kept = self._kept(gemm, weight, quantizers, for_cache=True)
+            if kept is not None:
+                return kept
             with torch.inference_mode(False), torch.no_grad():
                 values = dequantized(weight).contiguous()
                 return quantizers.weight.quantize(values, True, True)[0]
@@ -543,6 +583,8 @@ class FP8Module(torch.nn.Module):
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         result = super()._apply(fn, recurse)
         self._modes.weight_cache.clear()
+        if self._modes.kept is not None:
+            self._modes.kept = KeptWeights()
         self._modes.programs.clear()
         self._modes.plain = Programs(())
         for source in self._modes.gathered.values():

@@ -1,0 +1,251 @@
+"""FP8 copies of weights that stay between steps and are cast again only if they would differ."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from typing import Any
+
+import torch
+from torch.autograd.graph import increment_version
+
+from ... import runtime
+from ...fp8.delayed.state import FORWARD_SLOTS
+from ...fp8.delayed.update import next_scales
+from ...fp8.module_fp8 import ModuleFP8
+from ...fp8.scheme.block import BlockQuantizer
+from ...fp8.scheme.delayed import DelayedScalingQuantizer
+from ...fp8.tensor import QuantizedTensor
+from ...ops.block_quantize import BlockQuantized, scale_shape
+from ...ops.multi_tensor_optim import check_kept_scales
+from ...runtime.fp8_copies import Casts, preparations, set_keeper
+from ...runtime.named_arguments import check_flags, check_model, named_arguments
+from ...runtime.op_options import scales_number
+from ...runtime.stamp import stamp
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_BLOCK = 128
+_WEIGHT_SLOT = 1  # of a GEMM's forward slots
+_casts = runtime.ops("cast_transpose")
+_scaled: weakref.WeakSet[KeptCopies] = weakref.WeakSet()  # with one scale
+
+
+def _renew_scales() -> None:
+    """Computes, before an optimizer's step, the scales with which the next forward will cast."""
+    if any(keeper.is_read and not keeper.is_released for keeper in _scaled):
+        next_scales(renew=True)
+
+
+class KeptCopies:
+    """Both FP8 copies of one weight, with the stamp of the values from which they were made.
+
+    With one scale the device compares it at each forward, as only the device knows scales, and
+    casts again where it has changed.
+
+    Attributes:
+        rule: of casts in blocks of 128x128: ``block_quantize``'s ``scales`` and ``eps``; None for
+            one scale.
+        amax: fp32 ``[1]``, of the weight that was cast; None in blocks.
+        is_cached: a module's cache for microbatches has the copies, which must not change then.
+        is_read: a forward has used the copies since the last step.
+        is_released: the weight changes unseen by the host, so that nothing can be kept.
+    """
+
+    __slots__ = (
+        "__weakref__", "_fp8", "_is_equal", "_slot", "_stamp", "_was_current", "_weight", "amax",
+        "copies", "is_cached", "is_read", "is_released", "rule",
+    )  # fmt: skip
+
+    def __init__(
+        self, weight: torch.Tensor, fp8: ModuleFP8, gemm: int, rule: tuple[str, float] | None
+    ) -> None:
+        self._weight, self._fp8 = weakref.ref(weight), weakref.ref(fp8)
+        self._slot = FORWARD_SLOTS * gemm + _WEIGHT_SLOT
+        self.rule = rule
+        (rows, cols), device, dtype = weight.shape, weight.device, torch.float8_e4m3fn
+
+        def floats(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.float32, device=device)
+
+        # Inference tensors could not be saved for backward.
+        with torch.inference_mode(False):
+            codes = torch.empty(rows, cols, dtype=dtype, device=device)
+            columnwise = torch.empty(cols, rows, dtype=dtype, device=device)
+            self.amax = self._is_equal = None
+            if rule is None:
+                scale_inv = other = floats(1)
+                self.amax = floats(1)
+                self._is_equal = torch.zeros(1, dtype=torch.int32, device=device)
+            else:
+                scale_inv = floats(*scale_shape(rows, cols, _BLOCK))
+                other = floats(*scale_shape(cols, rows, _BLOCK))
+        self.copies = BlockQuantized(codes, scale_inv, columnwise, other)
+        self._stamp: tuple[int, int, int] | None = None
+        self._was_current = self.is_cached = self.is_read = self.is_released = False
+
+    def belongs_to(self, weight: torch.Tensor, rule: tuple[str, float] | None) -> bool:
+        """Returns True if these are copies of ``weight`` that were cast by ``rule``."""
+        return self._weight() is weight and self.rule == rule
+
+    def current(
+        self, weight: torch.Tensor, quantizer: Any, for_cache: bool
+    ) -> QuantizedTensor | None:
+        """Returns the copies as ``quantizer`` would make them, and stages the weight's amax.
+
+        None while a cache for microbatches needs them as they are; ``for_cache`` is for this cache.
+        """
+        now = stamp(weight)
+        if self.is_cached and self._stamp == now:
+            return None
+        self.is_cached = for_cache
+        with torch.inference_mode(False), torch.no_grad():
+            if self.rule is not None:
+                if self._stamp != now:
+                    quantizer.quantize_into(weight, self.copies)
+            else:
+                self._scaled(weight.detach(), quantizer, self._stamp != now)
+        self._stamp, self.is_read = now, True
+        return QuantizedTensor(*self.copies, quantizer.dtype)
+
+    def _scaled(self, weight: torch.Tensor, quantizer: Any, is_new: bool) -> None:
+        """Casts the weight with the quantizer's scale if weight or scale have changed."""
+        scale, staged = quantizer.known_scale(weight)
+        rowwise, scale_inv, columnwise, _ = self.copies
+        amax, is_equal = self.amax, self._is_equal
+        if is_new:
+            assert amax is not None
+            amax.zero_()
+            _casts.cast_transpose(
+                weight, scale, rowwise, columnwise, amax, scale_inv, None, None, None
+            )
+            self._changed()
+        if is_new and staged is None:
+            return
+        check_kept_scales(
+            [scale], [scale_inv], [amax], [] if staged is None else [staged], [is_equal]
+        )
+        if not is_new:
+            # The same values, so versions do not change: a backward may still read the copies.
+            _casts.cast_transpose(
+                weight, scale, rowwise, columnwise, None, scale_inv, None, None, is_equal
+            )
+
+    def _changed(self) -> None:
+        """Tells autograd that the copies are those of another weight."""
+        increment_version([copy for copy in self.copies if copy is not None])
+
+    def begin(self) -> Casts | None:
+        """Returns where to cast the weight that is about to change; None if nobody reads it."""
+        weight, fp8 = self._weight(), self._fp8()
+        if not self.is_read or self.is_released or weight is None or fp8 is None:
+            return None
+        self._was_current = self._stamp == stamp(weight)
+        self._stamp = None  # in case of an error
+        rowwise, scale_inv, columnwise, other = self.copies
+        assert rowwise is not None
+        assert columnwise is not None
+        assert scale_inv is not None
+        if self.rule is None:
+            scale = next_scales(renew=False).of(fp8, self._slot)
+            return Casts(rowwise, columnwise, scale_inv, None, scale, self.amax, None)
+        rule = self.rule[1], scales_number("keep_fp8_weights", self.rule[0], None)
+        return Casts(rowwise, columnwise, scale_inv, other, None, None, rule)
+
+    def end(self, is_certain: bool) -> None:
+        """Notes that the copies were written, or, unless ``is_certain``, perhaps all left as is."""
+        weight = self._weight()
+        self._changed()
+        self.is_cached = False
+        if weight is not None and (is_certain or self._was_current):
+            self._stamp = stamp(weight)
+        self.is_read = False
+
+    def release(self) -> None:
+        """Ends the use of copies, because the weight will change unseen by the host."""
+        self.is_released = True
+
+
+class KeptWeights:
+    """``KeptCopies`` of one module's weights, by GEMM."""
+
+    __slots__ = ("_found",)
+
+    def __init__(self) -> None:
+        self._found: dict[int, KeptCopies] = {}
+
+    def copies(
+        self, fp8: ModuleFP8, gemm: int, weight: torch.Tensor, quantizer: Any, for_cache: bool
+    ) -> QuantizedTensor | None:
+        """Returns FP8 copies of ``weight``; None if it must be cast. See ``KeptCopies.current``."""
+        kind = type(quantizer)
+        if quantizer.dtype is not torch.float8_e4m3fn or not _fits(weight):
+            return None
+        if kind is DelayedScalingQuantizer:
+            rule = None
+        elif kind is BlockQuantizer and quantizer.block_rows == _BLOCK:
+            rule = quantizer.options.scales, quantizer.options.eps
+        else:
+            return None
+        found = self._found.get(gemm)
+        if found is None or not found.belongs_to(weight, rule):
+            found = self._found[gemm] = KeptCopies(weight, fp8, gemm, rule)
+            set_keeper(weight, found)
+            if rule is None:
+                _scaled.add(found)
+            if _renew_scales not in preparations:
+                preparations.append(_renew_scales)
+        return None if found.is_released else found.current(weight, quantizer, for_cache)
+
+
+def _fits(weight: torch.Tensor) -> bool:
+    """Returns True for a plain matrix that the kernels of optimizers can cast."""
+    return (
+        type(weight) is torch.nn.Parameter
+        and weight.dim() == 2
+        and weight.dtype in _DTYPES
+        and weight.shape[0] % 16 == weight.shape[1] % 16 == 0
+        and weight.numel() > 0
+        and weight.is_contiguous()
+        and not weight.is_inference()
+    )
+
+
+@named_arguments()
+def keep_fp8_weights(model: torch.nn.Module, enabled: bool = True) -> None:
+    """Keeps FP8 copies of the model's weights between steps, which ``FusedAdam`` then writes.
+
+    In training, with delayed and block scaling, a layer then casts a weight only if the weight, its
+    scale or the recipe has changed since the last cast. ``apex_te.optimizers.FusedAdam`` writes
+    both copies, rowwise and columnwise, in its step, with the scale that the next forward will use,
+    so that a step casts no weight. Results are bitwise those without kept copies. This
+    costs two bytes for each element of a weight, from the first forward on.
+
+    Weights take part that are plain contiguous Parameters, not FP8 Parameters or DTensors, with
+    extents that are multiples of 16, in layers outside of ``GroupedLinear`` and of ``fully_shard``.
+    Others, other recipes, evaluations, forwards in CUDA graphs and compiled forwards are as
+    before. With ``is_first_microbatch=True`` a layer's cached copies are the kept ones.
+
+    A changed weight is noticed by its version, address and storage. Writes through ``.data``, or
+    through another tensor that shares its memory, are not noticed: do not use this with optimizers
+    that update weights so, such as Megatron's distributed one, or call this function again after
+    such a write, which drops the copies. A captured ``FusedAdam.step`` ends the use of copies.
+
+    Args:
+        model: a model or one module. Copies and pickles of it do not keep copies.
+        enabled: False drops the copies and casts weights as before.
+
+    Raises:
+        TypeError: ``model`` is not a module, or ``enabled`` is not a bool.
+    """
+    check_model("keep_fp8_weights", model)
+    check_flags("keep_fp8_weights", enabled=enabled)
+    found = [getattr(module, "_keep_fp8_weights", None) for module in model.modules()]
+    if not any(found):
+        warnings.warn(
+            f"keep_fp8_weights: model must contain FP8 layers, got {type(model).__name__}; "
+            "convert it with apex_te.from_torch first",
+            stacklevel=3,
+        )
+    for keep in found:
+        if keep is not None:
+            keep(enabled)
