@@ -82,6 +82,10 @@ class LinearParameters(ParallelModule):
             self.register_parameter(f"{prefix}weight", weight)
             self.register_parameter(f"{prefix}bias", bias)
 
+    @property
+    def joins_weights(self) -> bool:  # type: ignore[override]
+        return self.split is not None
+
     def _split_modes(self) -> tuple[str | None, ...]:
         return (self.parallel_mode,)
 
