@@ -38,7 +38,7 @@ class QuantizedTensor:
         columnwise_scale_inv: the tensor ``rowwise_scale_inv`` itself if both copies have one scale.
         dtype: an FP8 dtype of torch, or ``torch.uint8`` (HiF8).
         free: True if the scales are data, which casting the values does not restore.
-        scales: fp32 ``[2]``, the one inverse scale and the scale, if an op made the copies with a
+        scales: fp32 ``[2]``, ``scale_inv`` and the scale, where an op wrote both copies with the
             scale of its result; else None.
     """
 

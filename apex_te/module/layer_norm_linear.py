@@ -237,8 +237,10 @@ def saved_norm(
 
 def norm_again(saved: tuple, options: NormOptions) -> NormAgain:
     """Returns the norm of a forward, from what ``saved_norm`` returned."""
-    x, *rest = saved
-    return NormAgain(as_matrix(x), *rest, options.zero_centered_gamma, options.return_norm)
+    x, weight, bias, mean, rstd = saved
+    return NormAgain(
+        as_matrix(x), weight, bias, mean, rstd, options.zero_centered_gamma, options.return_norm
+    )
 
 
 def norm_gradients(

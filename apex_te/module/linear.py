@@ -84,6 +84,7 @@ class LinearParameters(ParallelModule):
 
     @property
     def joins_weights(self) -> bool:  # type: ignore[override]
+        """Returns True if each forward makes the weight from several parameters."""
         return self.split is not None
 
     def _split_modes(self) -> tuple[str | None, ...]:

@@ -223,11 +223,12 @@ class NormAgain(BaseFusedCast):
 
     def plain(self) -> torch.Tensor:
         """Returns the normalised rows ``[rows, cols]`` in the dtype of ``x``."""
-        options = {"zero_centered_gamma": self.zero_centered_gamma}
+        x, weight, rstd, centred = self.x, self.weight, self.rstd, self.zero_centered_gamma
         if self.mean is None:
-            return rms_norm.rms_norm_again(self.x, self.weight, self.rstd, **options)
-        statistics = (self.mean, self.rstd)
-        return layer_norm.layer_norm_again(self.x, self.weight, self.bias, *statistics, **options)
+            return rms_norm.rms_norm_again(x, weight, rstd, zero_centered_gamma=centred)
+        return layer_norm.layer_norm_again(
+            x, weight, self.bias, self.mean, rstd, zero_centered_gamma=centred
+        )
 
     def fp8(
         self,

@@ -354,38 +354,6 @@ def test_gradients_against_float64(device, name):
     assert errors["small"] != errors["all"]
 
 
-def test_training_follows_that_with_all(device):
-    """The loss after 60 steps is within 0.2% of the one of ``save="all"``."""
-    losses = {}
-    torch.manual_seed(7)
-    teacher = torch.nn.Sequential(
-        torch.nn.Linear(WIDTH, 2 * WIDTH), torch.nn.GELU(), torch.nn.Linear(2 * WIDTH, WIDTH)
-    ).to(device)
-    torch.manual_seed(8)
-    start = torch.nn.ModuleList(build("swiglu", device) for _ in range(2))
-    for save in ("all", "small"):
-        model, losses[save] = copy.deepcopy(start), []
-        optimizer = torch.optim.Adam(model.parameters(), 2e-3)
-        generator = torch.Generator().manual_seed(9)
-        for _ in range(60):
-            x = torch.randn(512, WIDTH, generator=generator).to(device)
-            with torch.no_grad():
-                target = teacher(x)
-            with fp8_autocast(fp8_recipe=SCHEMES["blockwise"], save=save):
-                y = x
-                for one in model:
-                    y = y + one(y)
-            loss = (y - target).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses[save].append(loss.item())
-    first, last = ([sum(v[a:b]) / (b - a) for v in losses.values()] for a, b in ((0, 1), (50, 60)))
-    assert last[0] < first[0] / 2
-    assert abs(last[1] / last[0] - 1) <= 0.002
-    assert losses["small"] != losses["all"]
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["parts", "RMSNorm", "gelu", "swiglu"])
 @pytest.mark.parametrize("name", ["delayed", "tensorwise", "blockwise"])

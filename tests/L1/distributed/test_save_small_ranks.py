@@ -1,4 +1,4 @@
-"""fp8_autocast(save="small") on several ranks: the bits of ``"all"``, but for what is held in FP8."""
+"""fp8_autocast(save="small") on several ranks: the bits of "all" but for what is held in FP8."""
 
 import copy
 import unittest.mock
