@@ -4,10 +4,10 @@
 
 First table: training one matrix by FusedAdam, in bytes of its parameter, master weight, moments
 and gradient for each element, after a step. Second table: what a Llama-shaped ``TransformerLayer``
-saves for backward, in bytes for each element of its input ``[tokens, hidden]``: on the device, and
-on the host where torch's saved-tensor hooks offload it. On the device a tensor counts once however
-often it is saved; parameters do not count. Small sizes on a CPU give the same
-figures but for what is counted per tensor (scales).
+saves for backward, in bytes for each element of its input ``[tokens, hidden]``: on the device, also
+with ``save="small"``, and on the host where torch's saved-tensor hooks offload it. On the device a
+tensor counts once however often it is saved; parameters do not count. Small sizes on a CPU give the
+same figures but for what is counted per tensor (scales).
 """
 
 from __future__ import annotations
@@ -148,12 +148,13 @@ def activation_rows(
         x = torch.randn(*tokens, hidden, device=device, dtype=torch.bfloat16, requires_grad=True)
         inner = [part for p in module.parameters() for part in _plain(p)]
         known = {part.untyped_storage().data_ptr() for part in inner}
-        for way in ("saved", "recomputed", "offloaded"):
+        for way in ("saved", "small", "recomputed", "offloaded"):
+            save = "small" if way == "small" else "all"
             for _ in range(2):  # the second one with FP8 state and workspaces in place
                 saved = Saved(known, way == "offloaded")
                 with (
                     torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack),
-                    apex_te.fp8_autocast(enabled=scaling is not None, fp8_recipe=scaling),
+                    apex_te.fp8_autocast(scaling is not None, scaling, save=save),
                 ):
                     if way == "recomputed":
                         out = apex_te.checkpoint(module, x, use_reentrant=True)

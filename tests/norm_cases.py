@@ -329,6 +329,43 @@ class NormCases:
             assert out.y.scale_inv is scale_inv
             assert scale_inv.item() == 0.5
 
+    @pytest.mark.parametrize("with_residual", [False, True])
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("shape", SHAPES, ids=str)
+    def test_again(self, device, poison, shape, dtype, with_residual):
+        """From the statistics of any kernel of forward the same bits, in all forms."""
+        x, *params = (t.to(device) for t in self.make(*shape, dtype, torch.float32))
+        options = {"zero_centered_gamma": True}
+        residual = {"residual": x.flip(0).contiguous()} if with_residual else {}
+        scale = one(0.7, device)
+
+        def statistics(out):
+            rest = (out.mean, out.rstd) if self.has_bias else (out.rstd,)
+            return x if out.residual_sum is None else out.residual_sum, rest
+
+        out = self.function("_fwd")(x, *params, EPS, **options, **residual)
+        total, rest = statistics(out)
+        kept = [t.clone() for t in rest]
+        assert_same_bits(self.function("_again")(total, *params, *rest, **options), out.y)
+        assert_same_bits(rest, kept)
+        for fp8 in FP8:
+            for form in (
+                {}, {"columnwise": False}, {"rowwise": False, "pad_columnwise": True},
+                {"rowwise": False, "columnwise": False},
+            ):  # fmt: skip
+                amaxes = one(0.0, device), one(0.0, device)
+                out = self.function("_fwd_fp8")(
+                    x, *params, EPS, scale, fp8, amax=amaxes[0], **form, **options, **residual
+                )
+                total, rest = statistics(out)
+                y = self.function("_again_fp8")(
+                    total, *params, *rest, scale, fp8, amax=amaxes[1], **form, **options
+                )
+                for found, expected in zip(y, out.y, strict=True):
+                    assert (found is None) == (expected is None)
+                    assert found is None or torch.equal(found.float(), expected.float())
+                assert_same_bits(*amaxes)
+
     @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
     @pytest.mark.parametrize("cols", [64, 4096, 129, 16392])
     def test_nan_and_inf_stay_in_their_row(self, device, value, cols):

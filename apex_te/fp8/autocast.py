@@ -65,6 +65,7 @@ def leave(entered: list[Any], holder: dict[str, Any], name: str) -> Any:
 
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+SAVES = ("all", "small")
 _DEFAULT_RECIPE = chosen_recipe("fp8_autocast", "fp8_recipe", None)
 # Not -1 while a backward is running in this thread: a forward seen then is a recompute.
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
@@ -91,7 +92,7 @@ class Region(Entered):
     __slots__ = (
         "amax_group", "calibrated", "calibrating", "enabled", "grad", "in_backward", "in_fp8",
         "keep_columnwise_weights", "last_input", "previewed", "recipe", "recipe_key", "records",
-        "traced",
+        "save", "traced",
     )  # fmt: skip
 
     def __init__(
@@ -101,9 +102,11 @@ class Region(Entered):
         calibrating: bool,
         recipe: Recipe,
         keep_columnwise_weights: bool,
+        save: str,
         compiling: bool,
     ) -> None:
         self.outer = outer
+        self.save = save
         self.enabled = enabled
         self.calibrating = calibrating
         self.keep_columnwise_weights = keep_columnwise_weights
@@ -179,6 +182,15 @@ class fp8_autocast:
             casts of weights move. With False, backward casts the weight again. Weights that are
             cached, held in FP8, sharded by ``fully_shard``, or in a ``GroupedLinear`` without
             ``single_parameter`` are not affected.
+        save: what ``LayerNormLinear`` and ``LayerNormMLP``, and modules made of them such as
+            ``TransformerLayer``, save for backward when they run in FP8. ``"all"`` saves what
+            backward reads. ``"small"`` saves less and casts more: the FP8 copy of a norm's output
+            is computed again from the norm's input, bitwise; the output of an MLP's first GEMM
+            (gate and up) is held in E4M3 with a scale for each 1x128 block, and the activation is
+            computed from it again, which rounds the MLP's gradients; of a weight that is joined
+            from several parameters only the columnwise FP8 copy is saved. Outputs do not change.
+            Norm outputs that sequence parallelism gathers in FP8 are saved as with ``"all"``, as is
+            the input of a GEMM whose recipe has ``backward="dequantized"``.
 
     Regions may be nested. Scales are updated on entering an outermost region with grad enabled,
     once as many regions as the recipe's ``interval`` have passed since the last update. They are
@@ -205,10 +217,12 @@ class fp8_autocast:
 
     Raises:
         TypeError: an argument has a wrong type, or is given twice.
-        ValueError: a recipe's name is unknown.
+        ValueError: a recipe's name or ``save`` is unknown.
     """
 
-    __slots__ = ("_entered", "calibrating", "enabled", "group", "keep_columnwise_weights", "recipe")
+    __slots__ = (
+        "_entered", "calibrating", "enabled", "group", "keep_columnwise_weights", "recipe", "save",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -222,6 +236,7 @@ class fp8_autocast:
         calibrating: bool = False,
         recipe: Recipe | str | None = None,
         keep_columnwise_weights: bool = False,
+        save: str = "all",
     ) -> None:
         recipe_name, group_name = "fp8_recipe", "fp8_group"
         if recipe_or_enabled is not True:
@@ -247,7 +262,7 @@ class fp8_autocast:
             fp8_group, group_name = amax_reduction_group, "amax_reduction_group"
         self._set(
             enabled, calibrating, fp8_recipe, fp8_group, (recipe_name, group_name),
-            keep_columnwise_weights,
+            keep_columnwise_weights, save,
         )  # fmt: skip
 
     def _refuse_both(self, name: str, value: object, other: str) -> None:
@@ -266,6 +281,7 @@ class fp8_autocast:
         group: Any,
         names: tuple[str, str],
         keep_columnwise_weights: bool = False,
+        save: str = "all",
     ) -> None:
         """Checks and stores the arguments of this class's constructor and of its subclasses'."""
         owner = type(self).__name__
@@ -274,6 +290,10 @@ class fp8_autocast:
                 owner, enabled=enabled, calibrating=calibrating,
                 keep_columnwise_weights=keep_columnwise_weights,
             )  # fmt: skip
+        if not (isinstance(save, str) and save in SAVES):
+            wanted = " or ".join(map(repr, SAVES))
+            kind = ValueError if isinstance(save, str) else TypeError
+            raise kind(f"{owner}: save must be {wanted}, got {save!r}")
         self.recipe = chosen_recipe(owner, names[0], recipe)
         if group is not None and not is_process_group(group):
             raise TypeError(
@@ -284,20 +304,22 @@ class fp8_autocast:
         self.calibrating = calibrating
         self.group = group
         self.keep_columnwise_weights = keep_columnwise_weights
+        self.save = save
         self._entered: list[Region] = []
 
     def __repr__(self) -> str:
         return (
             f"fp8_autocast(enabled={self.enabled}, fp8_recipe={self.recipe!r}, "
             f"fp8_group={self.group!r}, calibrating={self.calibrating}"
-            + (", keep_columnwise_weights=True)" if self.keep_columnwise_weights else ")")
+            + (", keep_columnwise_weights=True" if self.keep_columnwise_weights else "")
+            + (")" if self.save == "all" else f", save={self.save!r})")
         )
 
     def __enter__(self) -> None:
         outer, compiling = local.region, torch.compiler.is_compiling()
         region = Region(
             outer, self.enabled, self.calibrating, self.recipe, self.keep_columnwise_weights,
-            compiling,
+            self.save, compiling,
         )  # fmt: skip
         outermost = region.in_fp8 and (outer is None or not outer.in_fp8)
         if outermost and region.records:
@@ -342,7 +364,7 @@ class fp8_autocast:
             if torch.compiler.is_compiling():  # which enters only what was made in its own code
                 region = fp8_autocast(
                     self.enabled, self.recipe, self.group, calibrating=self.calibrating,
-                    keep_columnwise_weights=self.keep_columnwise_weights,
+                    keep_columnwise_weights=self.keep_columnwise_weights, save=self.save,
                 )  # fmt: skip
             with region:
                 return function(*args, **kwargs)

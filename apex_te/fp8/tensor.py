@@ -35,6 +35,8 @@ class QuantizedTensor:
         columnwise_scale_inv: the tensor ``rowwise_scale_inv`` itself if both copies have one scale.
         dtype: an FP8 dtype of torch, or ``torch.uint8`` (HiF8).
         free: True if the scales are data, which casting the values does not restore.
+        scales: fp32 ``[2]``, ``scale_inv`` and the scale, where an op wrote both copies with the
+            scale of its result; else None.
     """
 
     __slots__ = (
@@ -44,6 +46,7 @@ class QuantizedTensor:
         "free",
         "rowwise",
         "rowwise_scale_inv",
+        "scales",
     )
 
     def __init__(
@@ -60,6 +63,7 @@ class QuantizedTensor:
         self.columnwise_scale_inv = columnwise_scale_inv
         self.dtype = dtype
         self.free = False
+        self.scales: torch.Tensor | None = None
 
     def __repr__(self) -> str:
         rowwise = None if self.rowwise is None else tuple(self.rowwise.shape)

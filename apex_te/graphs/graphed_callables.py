@@ -369,6 +369,8 @@ class GraphedForward:
         assert region is not None
         if region.enabled != self.region.enabled or region.recipe_key != self.recipe_key:
             return False
+        if region.save != self.region.save:
+            return False
         if not (region.records and (region.enabled or region.calibrating)):
             return False
         cache = self.capture.cache

@@ -12,7 +12,7 @@ from ..fp8.tensor import QuantizedTensor
 from ..ops.binding import OpFunction, once_differentiable, unwrapped
 from ..runtime.named_arguments import named_arguments
 from ._core.arguments import VAGUE, explain, initialize, materialize
-from ._core.fused_casts import NormForward, NormOptions, norm_backward
+from ._core.fused_casts import NormAgain, NormForward, NormOptions, norm_backward
 from ._core.gemm import (
     SAVED,
     FP8Call,
@@ -218,12 +218,29 @@ def normalized(
     return *gemm.cast_input(y), y
 
 
-def saved_norm(norm: NormForward, inp: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """Returns ``(x, weight, mean, rstd)`` for backward; ``x`` [..., cols] is contiguous."""
+SAVED_NORM = 5  # tensors that `saved_norm` returns
+
+
+def saved_norm(
+    norm: NormForward, inp: torch.Tensor, gemm: GemmCall
+) -> tuple[torch.Tensor | None, ...]:
+    """Returns ``(x, weight, bias, mean, rstd)`` for backward; ``x`` [..., cols] is contiguous.
+
+    ``bias`` is None unless ``gemm`` remakes its input.
+    """
     x = norm.residual_sum
     if x is None:
         x = inp if inp.is_contiguous() else norm.x
-    return x, norm.weight, norm.mean, norm.rstd
+    bias = norm.bias if gemm.remakes_input else None
+    return x, norm.weight, bias, norm.mean, norm.rstd
+
+
+def norm_again(saved: tuple, options: NormOptions) -> NormAgain:
+    """Returns the norm of a forward, from what ``saved_norm`` returned."""
+    x, weight, bias, mean, rstd = saved
+    return NormAgain(
+        as_matrix(x), weight, bias, mean, rstd, options.zero_centered_gamma, options.return_norm
+    )
 
 
 def norm_gradients(
@@ -234,7 +251,7 @@ def norm_gradients(
     ``d_norm`` comes from the GEMM. ``extra`` and ``d_residual`` are the gradients of the function's
     outputs ``norm`` and ``total`` (the norm's output and input), or None.
     """
-    x, weight, mean, rstd = saved
+    x, weight, _, mean, rstd = saved
     x = as_matrix(x)
     if extra is not None:
         d_norm = d_norm + extra.reshape(d_norm.shape)
@@ -279,7 +296,8 @@ class LayerNormLinearFunction(OpFunction):
         if call.programs is None:
             return _forward(ctx, *tensors, norm_options, call, heads)
         key = (
-            ctx.needs_input_grad, inp.dtype, inp.shape, norm_options, heads, call.keep_columnwise
+            ctx.needs_input_grad, inp.dtype, inp.shape, norm_options, heads, call.keep_columnwise,
+            call.small,
         )  # fmt: skip
         return call.programs.forward(ctx, _forward, tensors, (norm_options, call, heads), key)
 
@@ -303,14 +321,14 @@ def _forward(
 ) -> tuple[torch.Tensor | None, ...]:
     needs = ctx.needs_input_grad
     need_norm = needs[0] or needs[1] or needs[2] or needs[3]
-    gemm = call.gemm(0, weight, need_norm, needs[4], call.keep_columnwise)
+    gemm = call.gemm(0, weight, need_norm, needs[4], call.keep_columnwise, need_norm)
     rest = None if residual is None else as_matrix(residual)
     norm = NormForward(as_matrix(inp), norm_weight, norm_bias, *norm_options[:3], rest)
     quantized, part, y = normalized(norm, gemm, norm_options)
     operand, is_sorted = gemm.cast_weight(weight, call.cached[0], heads)
     applied = sorted_bias(bias, heads) if is_sorted else bias
     out = gemm.fprop(quantized, weight, operand, applied, inp.dtype, inp.shape)
-    norm_saved = saved_norm(norm, inp) if need_norm else (None,) * 4
+    norm_saved = saved_norm(norm, inp, gemm) if need_norm else (None,) * SAVED_NORM
     ctx.save_for_backward(*gemm.saved(y, part, weight, operand), *norm_saved)
     ctx.set_materialize_grads(False)
     ctx.gemm, ctx.norm, ctx.programs, ctx.heads = gemm, norm_options, None, heads
@@ -337,6 +355,9 @@ def _backward(ctx: Any, *grads: Any) -> tuple:
     del saved
     filled = filled_gradients(ctx.output_shapes, grad_outputs, *grads)
     dy = as_matrix(filled[0]) if ctx.heads is None else HeadGradients(ctx.heads, filled)
+    if gemm.remakes_input:
+        source = norm_again(saved_norm_tensors, ctx.norm)
+        saved_gemm = gemm.remade(saved_gemm, source, True)
     gathered = gemm.start_gather(saved_gemm)
     quantized, grad_bias, dy = gemm.cast_gradient(dy, ctx.bias_dtype)
     grad_weight = dx = d_gamma = d_beta = pending = None
@@ -348,6 +369,8 @@ def _backward(ctx: Any, *grads: Any) -> tuple:
             )
             del d_norm
     if gemm.need_weight:
+        if gemm.remakes_input:
+            saved_gemm = gemm.remade(saved_gemm, source, False)
         grad_weight = gemm.wgrad(saved_gemm, dy, quantized, gathered)
     if pending is not None:
         dx, d_gamma, d_beta = norm_gradients(

@@ -37,12 +37,15 @@ from ._core.gemm import (
     quantized_weight,
 )
 from ._core.heads import output_gradient
+from ._core.held_rows import hold, values_of
 from ._core.norm_parameters import NormedModule
 from ._core.parallel import divided, tag
 from ._core.plain_functions import PlainActivationFunction
 from ._core.programs import apply_function, repeatable, take_saved
 from ._core.recompute import Repeated, run_repeatable
 from .layer_norm_linear import (
+    SAVED_NORM,
+    norm_again,
     norm_gradients,
     normalized,
     residual_output,
@@ -442,7 +445,7 @@ class LayerNormMLPFunction(OpFunction):
             return _forward(ctx, *tensors, norm_options, activation, call, adds, known)
         key = (
             ctx.needs_input_grad, inp.dtype, inp.shape, norm_options, activation,
-            call.keep_columnwise, adds, dense_gemm_swiglu.is_active,
+            call.keep_columnwise, call.small, adds, dense_gemm_swiglu.is_active,
         )  # fmt: skip
         rest = (norm_options, activation, call, adds, known)
         return call.programs.forward(ctx, _forward, tensors, rest, key)
@@ -473,8 +476,10 @@ def _forward(
     need_norm = needs[0] or needs[1] or needs[2] or needs[3]
     need_hidden = need_norm or needs[4] or needs[5]
     keep = call.keep_columnwise
-    gemm1 = call.gemm(0, w1, need_norm, needs[4], keep)
-    gemm2 = call.gemm(1, w2, need_hidden, needs[6], keep)
+    gemm1 = call.gemm(0, w1, need_norm, needs[4], keep, need_norm)
+    gemm2 = call.gemm(1, w2, need_hidden, needs[6], keep, need_hidden)
+    if gemm2.remakes_input:
+        gemm2 = gemm2._replace(keeps_input=False)
 
     rest = None if residual is None else as_matrix(residual)
     norm = NormForward(as_matrix(inp), norm_weight, norm_bias, *norm_options[:3], rest)
@@ -507,11 +512,15 @@ def _forward(
     else:
         out = inp.new_empty(known, dtype=dtype)
 
+    hidden_scale = None
+    if call.small and need_hidden:
+        hidden, hidden_scale = hold(hidden)
     ctx.save_for_backward(
         *saved1,
         *gemm2.saved(plain, part, w2, weight2),
-        *(saved_norm(norm, inp) if need_norm else (None,) * 4),
+        *(saved_norm(norm, inp, gemm1) if need_norm else (None,) * SAVED_NORM),
         hidden if need_hidden else None,
+        hidden_scale,
         act_scale,
     )
     ctx.set_materialize_grads(False)
@@ -538,7 +547,7 @@ def _forward(
 def _backward(ctx: Any, grad_output: Any, grad_norm: Any, grad_residual: Any) -> tuple:
     saved = take_saved(ctx)
     saved1, saved2 = saved[:SAVED], saved[SAVED : 2 * SAVED]
-    norm, hidden, act_scale = saved[2 * SAVED : -2], saved[-2], saved[-1]
+    norm, (hidden, hidden_scale, act_scale) = saved[2 * SAVED : -3], saved[-3:]
     del saved
     (gemm1, gemm2), (b1_dtype, b2_dtype) = ctx.gemms, ctx.bias_dtypes
     dy = as_matrix(output_gradient(ctx.output_shape, grad_output, grad_norm, grad_residual))
@@ -548,15 +557,23 @@ def _backward(ctx: Any, grad_output: Any, grad_norm: Any, grad_residual: Any) ->
     d_w1 = d_b1 = d_w2 = d_act = d_fused = dx = d_gamma = d_beta = None
     # Every step frees what only it needed: the peak is that of bf16 modules or below.
     if gemm2.need_input and ctx.fuses:
+        hidden = values_of(hidden, hidden_scale, ctx.input_dtype)
+        act_scale = saved2[1] if gemm2.remakes_input else act_scale
         d_fused, act = hidden_gradient(gemm1, gemm2, saved2, quantized, hidden, act_scale)
         saved2 = saved2 if act is None else (act, *saved2[1:])
         del hidden, act
     elif gemm2.need_input:
         d_act = gemm2.dgrad(saved2, quantized, ctx.input_dtype)
+        hidden = values_of(hidden, hidden_scale, ctx.input_dtype)
+        if gemm2.remakes_input:
+            saved2 = gemm2.remade(saved2, ActivationForward(ctx.activation, hidden), False)
     if gemm2.need_weight:
         d_w2 = gemm2.wgrad(saved2, dy, quantized)
     del saved2, quantized, dy
     if gemm2.need_input:
+        if gemm1.remakes_input:
+            source = norm_again(norm, ctx.norm)
+            saved1 = gemm1.remade(saved1, source, True)
         gathered = gemm1.start_gather(saved1)
         if d_act is None:
             quantized, plain, d_fused = d_fused, None, None
@@ -572,6 +589,8 @@ def _backward(ctx: Any, grad_output: Any, grad_norm: Any, grad_residual: Any) ->
                 dx, d_gamma, d_beta = norm_gradients(ctx, norm, d_norm, grad_norm, grad_residual)
             del d_norm
         if gemm1.need_weight:
+            if gemm1.remakes_input:
+                saved1 = gemm1.remade(saved1, source, False)
             d_w1 = gemm1.wgrad(saved1, plain, quantized, gathered)
         if pending is not None:
             dx, d_gamma, d_beta = norm_gradients(

@@ -82,6 +82,11 @@ class LinearParameters(ParallelModule):
             self.register_parameter(f"{prefix}weight", weight)
             self.register_parameter(f"{prefix}bias", bias)
 
+    @property
+    def joins_weights(self) -> bool:  # type: ignore[override]
+        """Returns True if each forward makes the weight from several parameters."""
+        return self.split is not None
+
     def _split_modes(self) -> tuple[str | None, ...]:
         return (self.parallel_mode,)
 

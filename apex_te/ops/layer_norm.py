@@ -8,10 +8,13 @@ import torch
 
 from . import norm_common
 from .binding import OpFunction, bind, checked, note_written, once_differentiable
+from .fp8_output import FP8Output
 from .norm_common import NormFP8Output, NormGradients, NormOutput
 
 _fwd = bind("layer_norm", "layer_norm_fwd")
 _fwd_fp8 = bind("layer_norm", "layer_norm_fwd_fp8")
+_again = bind("layer_norm", "layer_norm_again")
+_again_fp8 = bind("layer_norm", "layer_norm_again_fp8")
 _bwd = bind("layer_norm", "layer_norm_bwd")
 
 
@@ -139,6 +142,82 @@ def layer_norm_fwd_fp8(
     )  # fmt: skip
     note_written(amax, scale_inv)
     return NormFP8Output(y, mean, rstd, total)
+
+
+@checked
+def layer_norm_again(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    *,
+    zero_centered_gamma: bool = False,
+) -> torch.Tensor:
+    """Computes y of an earlier ``layer_norm_fwd`` once more, bitwise, from its statistics.
+
+    Args:
+        x: [rows, cols], the matrix that was normalised: the forward's x, or with a residual the
+            sum x + residual.
+        weight, bias, zero_centered_gamma: as in ``layer_norm``.
+        mean: [rows] float32, from ``layer_norm_fwd``.
+        rstd: [rows] float32, from ``layer_norm_fwd``.
+
+    Returns:
+        y [rows, cols] in x's dtype.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or device does not match.
+    """
+    x = x.contiguous()
+    weight, bias = norm_common.contiguous(weight), norm_common.contiguous(bias)
+    y = torch.empty_like(x)
+    _again(x, weight, bias, y, mean, rstd, zero_centered_gamma)
+    return y
+
+
+@checked
+def layer_norm_again_fp8(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    scale: torch.Tensor,
+    fp8_dtype: torch.dtype,
+    *,
+    rowwise: bool = True,
+    columnwise: bool = True,
+    pad_columnwise: bool = False,
+    amax: torch.Tensor | None = None,
+    zero_centered_gamma: bool = False,
+) -> FP8Output:
+    """Computes y of an earlier ``layer_norm_fwd_fp8`` once more, bitwise, from its statistics.
+
+    Args:
+        x, weight, bias, mean, rstd, zero_centered_gamma: as in ``layer_norm_again``.
+        scale, fp8_dtype, rowwise, columnwise, pad_columnwise, amax: as in
+            ``layer_norm_fwd_fp8``.
+
+    Returns:
+        FP8 copies of y.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or device does not match.
+    """
+    x = x.contiguous()
+    y = norm_common.allocate_fp8(
+        "layer_norm", x, fp8_dtype, rowwise, columnwise, None, pad_columnwise
+    )
+    weight, bias = norm_common.contiguous(weight), norm_common.contiguous(bias)
+    _again_fp8(
+        x, weight, bias, scale, y.rowwise, y.columnwise, amax, y.scale_inv, mean, rstd,
+        zero_centered_gamma,
+    )  # fmt: skip
+    note_written(amax)
+    return y
 
 
 @checked

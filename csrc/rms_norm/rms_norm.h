@@ -17,6 +17,16 @@ APEX_TE_FUNCTION(rms_norm_fwd_fp8,
                  "scale_inv: f32[scale]!?, residual_sum: T[r c]!?residual, rstd: f32[r]!, "
                  "eps: float, zero_centered_gamma: bool; whole c")
 
+// y of rms_norm_fwd and rms_norm_fwd_fp8 once more, bitwise, from x as for rms_norm_bwd and its
+// statistics.
+APEX_TE_FUNCTION(rms_norm_again,
+                 "x: T[r c], weight: W=T|f32[c]?, y: T[r c]!, rstd: f32[r], "
+                 "zero_centered_gamma: bool; whole c")
+APEX_TE_FUNCTION(rms_norm_again_fp8,
+                 "x: T[r c], weight: W=T|f32[c]?, scale: f32[1], rowwise: F[r c]!?, "
+                 "columnwise: F[c r~16]!?, amax: f32[^ 1]!!?, scale_inv: f32[scale]!?, "
+                 "rstd: f32[r], zero_centered_gamma: bool; whole c")
+
 // x is what was normalised: x + residual where there was a residual.
 APEX_TE_FUNCTION(rms_norm_bwd,
                  "dy: T[r c], x: T[r c], weight: W=T|f32[c]?, rstd: f32[r], d_residual: T[r c]?, "

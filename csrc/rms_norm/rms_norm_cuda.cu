@@ -19,6 +19,20 @@ APEX_TE_DEFINE(rms_norm_fwd_fp8) {
   launch_norm_fwd<false>(p, args.name(), args.device_id(), args.stream());
 }
 
+APEX_TE_DEFINE(rms_norm_again) {
+  using namespace apex_te;
+  const NormFwd p = check_norm_fwd<false>(args, false, true);
+  const DeviceGuard guard(args.device_id());
+  launch_norm_again<false>(p, args.name(), args.device_id(), args.stream());
+}
+
+APEX_TE_DEFINE(rms_norm_again_fp8) {
+  using namespace apex_te;
+  const NormFwd p = check_norm_fwd<false>(args, true, true);
+  const DeviceGuard guard(args.device_id());
+  launch_norm_again<false>(p, args.name(), args.device_id(), args.stream());
+}
+
 APEX_TE_DEFINE(rms_norm_bwd) {
   using namespace apex_te;
   const NormBwd p = check_norm_bwd<false>(args);

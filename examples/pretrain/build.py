@@ -125,8 +125,9 @@ def build(args: argparse.Namespace, ranks: Ranks, device: torch.device, vocabula
         if recipe is None:
             return nullcontext()
         return apex_te.fp8_autocast(
-            fp8_recipe=recipe, keep_columnwise_weights=args.keep_columnwise_weights
-        )
+            fp8_recipe=recipe, keep_columnwise_weights=args.keep_columnwise_weights,
+            save="small" if args.save_small else "all",
+        )  # fmt: skip
 
     if args.graphs:
         capture_blocks(model, args.microbatch, dtype, recipe, microbatches > 1)

@@ -140,6 +140,7 @@ def _add_precision(group: argparse._ArgumentGroup) -> None:
     add("--fp8-head", action="store_true", help="the head's products in FP8, too")
     add("--main-grads", action="store_true", help="sum the blocks' weight gradients in float32")
     add("--keep-columnwise-weights", action="store_true", help="cast weights once, not twice")
+    add("--save-small", action="store_true", help="save fewer bytes for backward in FP8")
 
 
 def _add_execution(group: argparse._ArgumentGroup) -> None:
@@ -209,8 +210,8 @@ def _check_layers(reader: argparse.ArgumentParser, args: argparse.Namespace) -> 
     if args.layers == "apex_te":
         return
     for name in (
-        "fp8_params", "fp8_head", "main_grads", "keep_columnwise_weights", "fp8_all_gather",
-        "graphs", "packed",
+        "fp8_params", "fp8_head", "main_grads", "keep_columnwise_weights", "save_small",
+        "fp8_all_gather", "graphs", "packed",
     ):  # fmt: skip
         if getattr(args, name):
             reader.error(f"--{name.replace('_', '-')} needs --layers apex_te, got {args.layers}")
@@ -239,15 +240,21 @@ def _check_experts(reader: argparse.ArgumentParser, args: argparse.Namespace) ->
 
 def _check_switches(reader: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Exits with a message for switches that exclude each other."""
-    for name in ("fp8_params", "fp8_head", "fp8_all_gather", "keep_columnwise_weights"):
+    for name in (
+        "fp8_params", "fp8_head", "fp8_all_gather", "keep_columnwise_weights", "save_small",
+    ):  # fmt: skip
         if getattr(args, name) and args.recipe == "bf16":
             reader.error(f"--{name.replace('_', '-')} needs a --recipe of FP8, got bf16")
     if args.context % (2 * args.cp) and args.cp > 1:
         reader.error(
             f"--context must be a multiple of 2 x --cp = {2 * args.cp}, got {args.context}"
         )
-    if args.graphs and (args.compile or args.recompute or args.packed or args.main_grads):
-        reader.error("--graphs excludes --compile, --recompute, --packed and --main-grads")
+    if args.graphs and (
+        args.compile or args.recompute or args.packed or args.main_grads or args.save_small
+    ):
+        reader.error(
+            "--graphs excludes --compile, --recompute, --packed, --main-grads and --save-small"
+        )
     if args.fp8_all_gather and args.recipe == "mxfp8":
         reader.error("--fp8-all-gather needs a --recipe other than mxfp8")
     if args.fp8_all_gather and args.fp8_params:  # which FSDP gathers as FP8 data without it

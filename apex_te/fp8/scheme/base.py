@@ -213,8 +213,8 @@ class FusedCast(Protocol):
     with_dbias: bool
     dbias: torch.Tensor | None
 
-    def scalars(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns three fp32 tensors ``[1]`` on the op's device: one zero, two uninitialized."""
+    def scalars(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns a zero, fp32 ``[1]``, and uninitialized fp32 ``[2]`` on the op's device."""
 
     def plain(self) -> torch.Tensor:
         """Returns the result ``[rows, cols]`` in bf16 or fp32."""
@@ -513,18 +513,26 @@ class Quantizer:
         """Returns the tensors of the FP8 state that a cast reads or writes."""
         return ()
 
-    def snapshot(self) -> torch.Tensor | None:
-        """Returns a copy of the scale, for ``requantize``; None for a scheme without state."""
-        return None
-
-    def requantize(self, x: torch.Tensor, snapshot: torch.Tensor | None) -> QuantizedTensor:
-        """Returns the columnwise copy that ``quantize`` made of ``x`` earlier.
+    def snapshot(self, made: QuantizedTensor | None = None) -> torch.Tensor | None:
+        """Returns a copy of the scale, for ``requantize``; None if a cast finds the scale again.
 
         Args:
-            x: ``[rows, cols]``.
-            snapshot: the scale at that time, from ``snapshot()``.
+            made: what ``produce`` returned, for ``requantize`` of a ``FusedCast``.
         """
-        return self.quantize(x, False, True)[0]
+        return None
+
+    def requantize(
+        self, x: torch.Tensor | FusedCast, snapshot: torch.Tensor | None
+    ) -> QuantizedTensor:
+        """Returns the columnwise copy that ``quantize`` or ``produce`` made of ``x`` earlier.
+
+        Args:
+            x: ``[rows, cols]``, or an op with an equal result.
+            snapshot: the scale at that time, from ``snapshot``.
+        """
+        if isinstance(x, torch.Tensor):
+            return self.quantize(x, False, True)[0]
+        return self.produce(x, False, True)
 
 
 def shared_scale(out: Any, dtype: torch.dtype) -> QuantizedTensor:

@@ -129,14 +129,29 @@ class CurrentScalingQuantizer(Quantizer):
             return super().produce(producer, rowwise, columnwise)
         dtype = self.dtype
         # GEMMs read scale_inv, which has to be aligned: the first of the two is.
-        amax, scale_inv, scale = producer.scalars()
+        amax, scales = producer.scalars()
+        scale_inv, scale = scales[:1], scales[1:]
         producer.fp8(scale, dtype, False, False, amax)
         if self.group is not None:
             max_over_ranks(amax, self.group)
         scale_of(amax, dtype, scale, scale_inv, eps=self.eps, pow2=self.pow2)
         out = producer.fp8(scale, dtype, rowwise, columnwise, None, self.pad_columnwise)
         # The op's own inverse of the scale does not show an infinite amax.
-        return QuantizedTensor(out.rowwise, scale_inv, out.columnwise, scale_inv, dtype)
+        made = QuantizedTensor(out.rowwise, scale_inv, out.columnwise, scale_inv, dtype)
+        made.scales = scales
+        return made
+
+    def snapshot(self, made: QuantizedTensor | None = None) -> torch.Tensor | None:
+        return None if made is None else made.scales
+
+    def requantize(
+        self, x: torch.Tensor | FusedCast, snapshot: torch.Tensor | None
+    ) -> QuantizedTensor:
+        if snapshot is None or isinstance(x, torch.Tensor):
+            return super().requantize(x, snapshot)
+        scale_inv, scale = snapshot[:1], snapshot[1:]
+        out = x.fp8(scale, self.dtype, False, True, None, self.pad_columnwise)
+        return QuantizedTensor(None, None, out.columnwise, scale_inv, self.dtype)
 
     def grouped(self, quantizers: Sequence[Any]) -> GroupQuantizer | None:
         return CurrentGroups(quantizers) if self.dtype in FP8_DTYPES else None

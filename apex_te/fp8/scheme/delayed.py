@@ -283,15 +283,19 @@ class DelayedScalingQuantizer(Quantizer):
         scale_inv = () if self.first is None else (self.first.scale_inv,)
         return (self.scale, self.amax, *scale_inv)
 
-    def snapshot(self) -> torch.Tensor:
+    def snapshot(self, made: QuantizedTensor | None = None) -> torch.Tensor:
         return self.scale.clone()
 
-    def requantize(self, x: torch.Tensor, snapshot: torch.Tensor | None) -> QuantizedTensor:
+    def requantize(
+        self, x: torch.Tensor | FusedCast, snapshot: torch.Tensor | None
+    ) -> QuantizedTensor:
         assert snapshot is not None
         quantizer = DelayedScalingQuantizer(
             self.dtype, snapshot, pad_columnwise=self.pad_columnwise
         )
-        return quantizer.quantize(x, False, True)[0]
+        if isinstance(x, torch.Tensor):
+            return quantizer.quantize(x, False, True)[0]
+        return quantizer.produce(x, False, True)
 
     def _measure(self, x: torch.Tensor, amax: torch.Tensor) -> None:
         """Replaces ``amax`` by its maximum with the amax of ``x``."""

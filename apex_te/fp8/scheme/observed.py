@@ -135,10 +135,12 @@ class ObservedQuantizer(Quantizer):
     def state_tensors(self) -> tuple[torch.Tensor, ...]:
         return self.inner.state_tensors()
 
-    def snapshot(self) -> torch.Tensor | None:
-        return self.inner.snapshot()
+    def snapshot(self, made: QuantizedTensor | None = None) -> torch.Tensor | None:
+        return self.inner.snapshot(made)
 
-    def requantize(self, x: torch.Tensor, snapshot: torch.Tensor | None) -> QuantizedTensor:
+    def requantize(
+        self, x: torch.Tensor | FusedCast, snapshot: torch.Tensor | None
+    ) -> QuantizedTensor:
         return self.inner.requantize(x, snapshot)
 
 

@@ -69,12 +69,13 @@ class Modes:
         kept: FP8 weights that stay between steps; None unless ``keep_fp8_weights`` was called.
         part: ``grouped.parts.Part`` that the module computes of a call, None for all of it.
         recompute: quantizers for a recompute of the last call, if that call recorded amax values.
+        recompute_saves: ``(keep_columnwise, small)`` of ``FP8Call`` for that recompute.
         splits: the last ``m_splits`` that ``GroupedLinear`` copied to the device, and the copy.
     """
 
     __slots__ = (
         "captured", "gathered", "in_ddp", "independent_rows", "kept", "part", "plain", "programs",
-        "recompute", "recompute_fp8", "recompute_keeps", "splits", "weight_cache", "wgrad_store",
+        "recompute", "recompute_fp8", "recompute_saves", "splits", "weight_cache", "wgrad_store",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -85,7 +86,7 @@ class Modes:
         self.part: Any = None
         self.recompute: tuple[GemmQuantizers, ...] | None = None
         self.recompute_fp8 = False
-        self.recompute_keeps = False
+        self.recompute_saves = (False, False)
         self.weight_cache = WeightCache()
         self.wgrad_store: list[Callable[[], None]] = []
         self.gathered: dict[str, Any] = {}
@@ -109,6 +110,7 @@ class FP8Module(torch.nn.Module):
     delay_wgrad_compute = False
     save_original_input = False
     can_separate_rows = False  # under ``batch_invariant``
+    joins_weights = False  # each forward makes the weight from several parameters
 
     def _make_fp8_state(self, gemms: int = 1) -> None:
         # Plain attributes, not buffers: DDP would broadcast buffers and half() would cast them.
@@ -201,11 +203,12 @@ class FP8Module(torch.nn.Module):
         programs = modes.programs.get(id(sets.recording))
         if programs is None or not programs.is_usable():
             return None
-        call = programs.calls.get((dtype, False, True) if self.save_original_input else dtype)
+        small, saves = region.save == "small", self.save_original_input
+        call = programs.calls.get((dtype, False, small, saves) if small or saves else dtype)
         if call is None:
             return None
         modes.recompute, modes.recompute_fp8 = sets.recompute, True
-        modes.recompute_keeps = False
+        modes.recompute_saves = (False, small)
         return call
 
     def prepare(
@@ -233,7 +236,7 @@ class FP8Module(torch.nn.Module):
                 name, region = type(self).__name__, local.region
                 recipe = None if region is None else region.recipe
                 sets = tuple(with_independent_rows(name, recipe, each) for each in sets)
-        keep = is_fp8 and self._keeps_columnwise(recomputed)
+        keep, small = self._saves(recomputed) if is_fp8 else (False, False)
         programs = None
         gemms = len(weights) or 1
         cached: tuple[QuantizedTensor | None, ...] = (None,) * gemms
@@ -247,7 +250,7 @@ class FP8Module(torch.nn.Module):
             assert sets is not None
             programs = self._programs(sets)
             saves = options is _SAVES_INPUT
-            key = (dtype, keep, saves) if keep or saves else dtype
+            key = (dtype, keep, small, saves) if keep or small or saves else dtype
             if programs is not None and key in programs.calls:
                 return programs.calls[key]
         each = (options,) * gemms if self.tp_size == 1 else self._split_options(options, gemms)
@@ -256,7 +259,7 @@ class FP8Module(torch.nn.Module):
         if is_fp8 and (fill is not None or self._modes.captured is not None):
             assert sets is not None
             cached = self._cached_weights(weights, sets, fill)
-        call = FP8Call(dtype, is_fp8, sets, cached, each, fill, programs, keep)
+        call = FP8Call(dtype, is_fp8, sets, cached, each, fill, programs, keep, small)
         if programs is not None:
             programs.calls[key] = call
         return call
@@ -268,19 +271,21 @@ class FP8Module(torch.nn.Module):
         modes = self._modes
         return None if modes.captured is not None else programs_of(modes.programs, quantizers)
 
-    def _keeps_columnwise(self, recomputed: bool) -> bool:
-        """Returns True if forward makes the weights' columnwise copies for backward."""
+    def _saves(self, recomputed: bool) -> tuple[bool, bool]:
+        """Returns ``keep_columnwise`` and ``small`` of this call's ``FP8Call``."""
         modes = self._modes
-        if recomputed:
-            return modes.recompute_keeps
         region = local.region
-        if region is None:
-            return False
+        # A recompute without a recorded forward has entered the region itself.
+        if region is None or (recomputed and modes.recompute is not None):
+            return modes.recompute_saves if recomputed else (False, False)
         # FSDP2 frees the weights after forward, which copies of them would undo.
         keep = region.keep_columnwise_weights and not self.__dict__.get("_is_fsdp_managed_module")
+        small = region.save == "small"
+        # A weight that forward joins would be saved itself, in more bytes.
+        saves = keep or (small and self.joins_weights), small
         if region.records and not torch.compiler.is_compiling():
-            modes.recompute_keeps = keep
-        return keep
+            modes.recompute_saves = saves
+        return saves
 
     def _run(self, call: FP8Call, inp: torch.Tensor, *args: Any) -> Any:
         """Computes the module's output as ``call`` says; each module defines it."""

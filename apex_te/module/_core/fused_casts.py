@@ -101,11 +101,10 @@ class BaseFusedCast:
         self.with_dbias = with_dbias
         self.dbias: torch.Tensor | None = None
 
-    def scalars(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns three fp32 tensors [1] on the op's device: one zero, two uninitialized."""
+    def scalars(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns a zero, fp32 [1], and uninitialized fp32 [2] on the op's device."""
         x = self.x
-        new = x.new_empty(2, dtype=torch.float32)
-        return x.new_zeros(1, dtype=torch.float32), new[:1], new[1:]
+        return x.new_zeros(1, dtype=torch.float32), x.new_empty(2, dtype=torch.float32)
 
     def blocks(self, options: BlockOptions, rowwise: bool, columnwise: bool) -> BlockQuantized:
         """Returns the result in blocks if ``can_fuse_blocks`` is True; see ``FusedCast.blocks``."""
@@ -196,6 +195,64 @@ class NormForward(BaseFusedCast):
             )
         self.mean, self.rstd, self.residual_sum = out.mean, out.rstd, out.residual_sum
         return out.y
+
+
+class NormAgain(BaseFusedCast):
+    """Result of an earlier ``NormForward``, from its input and statistics, as a fused cast.
+
+    Its kernels leave out the sums over rows, whose order differs between those of ``NormForward``.
+    With ``is_rounded`` the forward cast its result in bf16 or fp32.
+    """
+
+    __slots__ = ("bias", "can_fuse", "mean", "rstd", "weight", "zero_centered_gamma")
+
+    def __init__(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        mean: torch.Tensor | None,
+        rstd: torch.Tensor,
+        zero_centered_gamma: bool,
+        is_rounded: bool,
+    ) -> None:
+        super().__init__(x)
+        self.weight, self.bias, self.mean, self.rstd = weight, bias, mean, rstd
+        self.zero_centered_gamma = zero_centered_gamma
+        self.can_fuse = not is_rounded
+
+    def plain(self) -> torch.Tensor:
+        """Returns the normalised rows ``[rows, cols]`` in the dtype of ``x``."""
+        x, weight, rstd, centred = self.x, self.weight, self.rstd, self.zero_centered_gamma
+        if self.mean is None:
+            return rms_norm.rms_norm_again(x, weight, rstd, zero_centered_gamma=centred)
+        return layer_norm.layer_norm_again(
+            x, weight, self.bias, self.mean, rstd, zero_centered_gamma=centred
+        )
+
+    def fp8(
+        self,
+        scale: torch.Tensor,
+        dtype: torch.dtype,
+        rowwise: bool,
+        columnwise: bool,
+        amax: torch.Tensor | None,
+        pad_columnwise: bool = False,
+    ) -> FP8Output:
+        """Returns the normalised rows ``[rows, cols]`` in FP8; see ``FusedCast.fp8``."""
+        options: dict[str, Any] = {
+            "rowwise": rowwise,
+            "columnwise": columnwise,
+            "pad_columnwise": pad_columnwise,
+            "amax": amax,
+            "zero_centered_gamma": self.zero_centered_gamma,
+        }
+        x, weight, rstd = self.x, self.weight, self.rstd
+        if self.mean is None:
+            return rms_norm.rms_norm_again_fp8(x, weight, rstd, scale, dtype, **options)
+        return layer_norm.layer_norm_again_fp8(
+            x, weight, self.bias, self.mean, rstd, scale, dtype, **options
+        )
 
 
 def norm_backward(

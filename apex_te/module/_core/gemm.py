@@ -67,6 +67,7 @@ class FP8Call(NamedTuple):
         programs: the ``Programs`` that may run the call's ops; None calls each op.
         keep_columnwise: save the weight's columnwise copy; False casts the weight again in
             backward.
+        small: save what ``fp8_autocast(save="small")`` does.
     """
 
     dtype: torch.dtype
@@ -77,6 +78,7 @@ class FP8Call(NamedTuple):
     fill: bool | None
     programs: Programs | None = None
     keep_columnwise: bool = False
+    small: bool = False
 
     def gemm(
         self,
@@ -85,8 +87,12 @@ class FP8Call(NamedTuple):
         need_input: bool,
         need_weight: bool,
         keep_columnwise: bool = False,
+        has_source: bool = False,
     ) -> GemmCall:
-        """Returns the call of one GEMM; ``keep_columnwise`` requires its ``cast_weight``."""
+        """Returns the call of one GEMM; ``keep_columnwise`` requires its ``cast_weight``.
+
+        ``has_source`` says that backward can compute the input again, for ``GemmCall.remade``.
+        """
         assert self.quantizers is not None
         quantizers, options = self.quantizers[index], self.options[index]
         in_place = options.accumulate is not None or options.wgrad_store is not None
@@ -98,12 +104,14 @@ class FP8Call(NamedTuple):
         decodes = quantizers.backward == "dequantized"
         saves = (options.save_original or quantizers.high_precision_wgrad) and not decodes
         saves = need_weight and (saves or (gathers and shared is None))
+        keeps = need_weight and not (saves or gathers or decodes)
+        remakes = self.small and has_source and (saves or keeps)
         # A weight that is held in FP8 is not cast.
         kept = keep_columnwise and need_input and type(weight) is not FP8Parameter
         cached = (self.cached[index] is not None or kept) and quantizers.backward is None
         return GemmCall(
             quantizers, need_input, need_weight, weight.dtype, options, parameter, cached, shared,
-            gathers, saves, need_weight and not (saves or gathers or decodes),
+            gathers, saves, keeps, remakes,
         )  # fmt: skip
 
 
@@ -120,6 +128,7 @@ class GemmCall(NamedTuple):
         gathers_input: True if this rank has only some rows of the input, and gathers the others.
         saves_values: True if the input is saved for backward in bf16 or fp32.
         keeps_input: True if forward makes the input's columnwise copy for the weight gradient.
+        remakes_input: True if only the scale of the input is saved, and ``remade`` makes the rest.
     """
 
     quantizers: GemmQuantizers
@@ -133,6 +142,7 @@ class GemmCall(NamedTuple):
     gathers_input: bool
     saves_values: bool
     keeps_input: bool
+    remakes_input: bool = False
 
     def cast_input(
         self, source: torch.Tensor | FusedCast
@@ -240,7 +250,10 @@ class GemmCall(NamedTuple):
         """
         saved_x = saved_w = x_scale = w_scale = None
         if self.need_weight:
-            if self.saves_values:
+            if self.remakes_input:
+                if not self.quantizers.high_precision_wgrad:
+                    x_scale = self.quantizers.input.snapshot(part)
+            elif self.saves_values:
                 saved_x = x
                 if not self.quantizers.high_precision_wgrad:
                     x_scale = self.quantizers.input.snapshot()
@@ -257,6 +270,19 @@ class GemmCall(NamedTuple):
             else:
                 saved_w = weight
         return saved_x, x_scale, saved_w, w_scale
+
+    def remade(self, saved: tuple, source: FusedCast, is_gathered: bool) -> tuple:
+        """Returns ``saved`` with the input, made by ``source``, if forward has not saved it.
+
+        It is made before ``start_gather`` if its rows are gathered, else before ``wgrad``:
+        ``is_gathered`` says at which of the two this is called.
+        """
+        if not self.remakes_input or self.gathers_input is not is_gathered:
+            return saved
+        if self.saves_values:
+            return source.plain(), *saved[1:]
+        made = self.quantizers.input.requantize(source, saved[1])
+        return made.columnwise, made.columnwise_scale_inv, *saved[2:]
 
     def start_gather(self, saved: tuple) -> Pending | None:
         """Begins to gather the saved input's rows for wgrad; None if there is nothing to gather."""

@@ -535,7 +535,7 @@ class Programs:
     """Programs of one module's forwards and backwards with one set of quantizers.
 
     Attributes:
-        calls: ``FP8Call`` by the dtype to compute in, or ``(dtype, keep_columnwise,
+        calls: ``FP8Call`` by the dtype to compute in, or ``(dtype, keep_columnwise, small,
             save_original)`` if one of these is True.
         is_possible: False if the scheme's casts or GEMMs cannot run in a program.
     """

@@ -140,7 +140,7 @@ def _address(x: torch.Tensor) -> int:
 def _note(module: FP8Module, repeated: Repeated) -> None:
     """Notes the conditions under which the module has just run."""
     modes, state = module._modes, module.fp8_state
-    repeated.modes = (modes.recompute, modes.recompute_fp8, modes.recompute_keeps)
+    repeated.modes = (modes.recompute, modes.recompute_fp8, modes.recompute_saves)
     if modes.recompute_fp8 and state.allocated:  # after the run, which may have allocated them
         repeated.scales = ScaleSnapshot([state.scale_fwd, state.scale_inv_fwd])
 
@@ -149,8 +149,8 @@ def _note(module: FP8Module, repeated: Repeated) -> None:
 def _restored(module: FP8Module, repeated: Repeated) -> Iterator[None]:
     """Restores the noted conditions inside the ``with`` block."""
     modes = module._modes
-    present = (modes.recompute, modes.recompute_fp8, modes.recompute_keeps)
-    modes.recompute, modes.recompute_fp8, modes.recompute_keeps = repeated.modes
+    present = (modes.recompute, modes.recompute_fp8, modes.recompute_saves)
+    modes.recompute, modes.recompute_fp8, modes.recompute_saves = repeated.modes
     try:
         with (
             nullcontext() if repeated.scales is None else repeated.scales.restored(),
@@ -158,7 +158,7 @@ def _restored(module: FP8Module, repeated: Repeated) -> Iterator[None]:
         ):
             yield
     finally:
-        modes.recompute, modes.recompute_fp8, modes.recompute_keeps = present
+        modes.recompute, modes.recompute_fp8, modes.recompute_saves = present
 
 
 @contextmanager

@@ -28,7 +28,8 @@ struct NormFwd {
   float eps;
   void *y, *residual_sum;
   float *mean, *rstd;
-  DType fp8;  // kOther where y is wanted in x's dtype
+  bool given;  // mean and rstd are those of an earlier forward, not to be computed
+  DType fp8;   // kOther where y is wanted in x's dtype
   const float* scale;
   uint8_t *rowwise, *columnwise;
   int64_t ld;  // row length of columnwise, which may be padded
@@ -92,10 +93,11 @@ inline float* scalar(const TensorView& t) {
 }  // namespace norm
 
 // x, weight?, [bias?,] residual?, then y or the FP8 arguments, residual_sum?, [mean,] rstd, eps,
-// zero_centered_gamma.
+// zero_centered_gamma. With `given` there are no residual, residual_sum and eps.
 template <bool kLayerNorm>
-NormFwd check_norm_fwd(Args& args, bool to_fp8) {
+NormFwd check_norm_fwd(Args& args, bool to_fp8, bool given = false) {
   NormFwd p = {};
+  p.given = given;
   const TensorView x = norm::x_of(args, &p.rows, &p.cols);
   p.dtype = x.dtype();
   p.x = x.data();
@@ -104,7 +106,8 @@ NormFwd check_norm_fwd(Args& args, bool to_fp8) {
   if (kLayerNorm) bias = norm::param(args.optional_tensor(), p.dtype, weight, p.cols);
   p.params = {weight.data(), bias.data(), false, 0.0f};
   p.params.is_fp32 = (weight ? weight : bias ? bias : x).dtype() == DType::kFloat32;
-  const TensorView residual = norm::like(args.optional_tensor(), p.dtype, p.rows, p.cols);
+  TensorView residual;
+  if (!given) residual = norm::like(args.optional_tensor(), p.dtype, p.rows, p.cols);
   p.residual = residual.data();
   p.fp8 = DType::kOther;
   if (to_fp8) {
@@ -121,13 +124,14 @@ NormFwd check_norm_fwd(Args& args, bool to_fp8) {
   } else {
     p.y = norm::like(args.tensor(), p.dtype, p.rows, p.cols).data();
   }
-  const TensorView sum = norm::like(args.optional_tensor(), p.dtype, p.rows, p.cols);
+  TensorView sum;
+  if (!given) sum = norm::like(args.optional_tensor(), p.dtype, p.rows, p.cols);
   if (residual && !sum)
     fail(kApexTeValueError, "%s: residual_sum must be given with residual, got None", args.name());
   p.residual_sum = sum.data();
   if (kLayerNorm) p.mean = norm::statistic(args, p.rows);
   p.rstd = norm::statistic(args, p.rows);
-  p.eps = check_eps(args);
+  if (!given) p.eps = check_eps(args);
   p.params.gamma_offset = args.boolean() && weight ? 1.0f : 0.0f;
   return p;
 }

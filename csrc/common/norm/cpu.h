@@ -129,12 +129,13 @@ APEX_TE_INLINE void fwd_row(const NormFwd& p, const FloatParams& params, const R
   }
   const double count = static_cast<double>(n);
   if (kLayerNorm) {
-    const float mean = static_cast<float>(sum_of(values, nullptr, n) / count);
+    if (!p.given) p.mean[row] = static_cast<float>(sum_of(values, nullptr, n) / count);
+    const float mean = p.mean[row];
     for (int64_t i = 0; i < n; ++i) values[i] -= mean;
-    p.mean[row] = mean;
   }
-  const float rstd = static_cast<float>(1.0 / std::sqrt(sum_of(values, values, n) / count + p.eps));
-  p.rstd[row] = rstd;
+  if (!p.given)
+    p.rstd[row] = static_cast<float>(1.0 / std::sqrt(sum_of(values, values, n) / count + p.eps));
+  const float rstd = p.rstd[row];
   const float *gamma = params.gamma.get(), *bias = params.bias.get();
   if (gamma && bias)
     for (int64_t i = 0; i < n; ++i) out[i] = values[i] * rstd * gamma[i] + bias[i];
@@ -158,8 +159,8 @@ APEX_TE_INLINE uint32_t fwd_rows(const NormFwd& p, const FloatParams& params, in
   if (p.scale && !p.rowwise) scratch = make_scratch<uint8_t>(kFP8ChunkRows * n + 1);
   uint8_t* codes = p.rowwise ? p.rowwise + begin * n : scratch.get();
   uint32_t amax = 0;
-  const bool in_place =
-      kLayerNorm && is_float_out && n % kLanes == 0 && params.gamma && params.bias && !p.residual;
+  const bool in_place = kLayerNorm && is_float_out && n % kLanes == 0 && params.gamma &&
+                        params.bias && !p.residual && !p.given;
   for (int64_t row = begin; row < end; ++row) {
     if (in_place) {
       fwd_row_in_place(p, params, row);

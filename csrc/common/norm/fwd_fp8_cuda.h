@@ -50,11 +50,26 @@ __global__ void __launch_bounds__(FP8Tile<128>::kThreads) norm_fp8_tile_kernel(c
   if (p.rowwise)
     kAligned ? Tile::store_rows<true>(p.rowwise, p.cols, at, codes)
              : Tile::store_rows_any(p.rowwise, at, codes);
-  Tile::stage_columns(codes, tile);
-  __syncthreads();
-  kAligned ? Tile::store_columns<true>(p.columnwise, p.ld, at, tile)
-           : Tile::store_columns_any(p.columnwise, p.ld, at, tile);
+  if (p.columnwise) {
+    Tile::stage_columns(codes, tile);
+    __syncthreads();
+    kAligned ? Tile::store_columns<true>(p.columnwise, p.ld, at, tile)
+             : Tile::store_columns_any(p.columnwise, p.ld, at, tile);
+  }
   finish_fp8(p, amax, seen);
+}
+
+// The tiles of p.x, to FP8.
+template <typename T, bool kLayerNorm>
+void launch_norm_tiles(const NormFwd& p, const char* op, cudaStream_t stream) {
+  const int64_t blocks = FP8Tile<128>::num_tiles(p.rows, p.cols);
+  check_grid(blocks, op);
+  const bool aligned =
+      is_aligned(p.x, 16) && fp8_tile_aligned(p.ld, p.cols, p.rowwise, p.columnwise);
+  const auto kernel = aligned ? norm_fp8_tile_kernel<T, kLayerNorm, true>
+                              : norm_fp8_tile_kernel<T, kLayerNorm, false>;
+  kernel<<<static_cast<unsigned>(blocks), FP8Tile<128>::kThreads, 0, stream>>>(p);
+  check_cuda(cudaGetLastError(), op);
 }
 
 template <typename T, bool kLayerNorm>
@@ -81,14 +96,7 @@ void launch_norm_fp8(const NormFwd& p, const char* op, int device, cudaStream_t 
   launch_norm_fwd_rows<T, kLayerNorm>(statistics, op, device, stream);
   NormFwd tiles = p;
   if (p.residual) tiles.x = p.residual_sum;
-  const int64_t blocks = FP8Tile<128>::num_tiles(p.rows, p.cols);
-  check_grid(blocks, op);
-  const bool tiles_aligned =
-      is_aligned(tiles.x, 16) && fp8_tile_aligned(p.ld, p.cols, p.rowwise, p.columnwise);
-  const auto kernel = tiles_aligned ? norm_fp8_tile_kernel<T, kLayerNorm, true>
-                                    : norm_fp8_tile_kernel<T, kLayerNorm, false>;
-  kernel<<<static_cast<unsigned>(blocks), FP8Tile<128>::kThreads, 0, stream>>>(tiles);
-  check_cuda(cudaGetLastError(), op);
+  launch_norm_tiles<T, kLayerNorm>(tiles, op, stream);
 }
 
 template <bool kLayerNorm>
@@ -100,6 +108,43 @@ void launch_norm_fwd(const NormFwd& p, const char* op, int device, void* stream)
       launch_norm_fp8<T, kLayerNorm>(p, op, device, s);
     else
       launch_norm_fwd_rows<T, kLayerNorm>(p, op, device, s);
+  });
+}
+
+// y of a row, in x's dtype, from statistics that are there.
+template <typename T, bool kLayerNorm>
+__global__ void __launch_bounds__(kMaxNormThreads)
+    norm_again_kernel(const NormFwd p, const bool aligned) {
+  const RowSpan span{p.cols, aligned};
+  const int64_t row = blockIdx.x;
+  const T* x = static_cast<const T*>(p.x) + row * p.cols;
+  const float mean = kLayerNorm ? p.mean[row] : 0.0f, rstd = p.rstd[row];
+  for (int64_t s = 0; s < span.steps(); ++s) {
+    float values[kVec], gamma[kVec], bias[kVec];
+    span.load(x, s, values);
+    span.load_gamma<T>(p.params, s, gamma);
+    if (kLayerNorm) span.load_bias<T>(p.params, s, bias);
+    normalize<kLayerNorm>(values, gamma, bias, mean, rstd);
+    span.store(static_cast<T*>(p.y) + row * p.cols, s, values);
+  }
+}
+
+// The same y as launch_norm_fwd, from its statistics.
+template <bool kLayerNorm>
+void launch_norm_again(NormFwd p, const char* op, int device, void* stream) {
+  with_dtype(p.dtype, [&](auto zero) {
+    using T = decltype(zero);
+    const auto s = static_cast<cudaStream_t>(stream);
+    if (!p.cols) p.rows = 0;
+    if (!p.rows) return launch_norm_fwd_rows<T, kLayerNorm>(p, op, device, s);
+    if (p.scale) return launch_norm_tiles<T, kLayerNorm>(p, op, s);
+    check_grid(p.rows, op);
+    const int64_t threads = row_threads(std::max<int64_t>((p.cols + kVec - 1) / kVec, 32));
+    norm_again_kernel<T, kLayerNorm>
+        <<<static_cast<unsigned>(p.rows),
+           static_cast<unsigned>(std::min<int64_t>(threads, kMaxNormThreads)), 0, s>>>(
+            p, norm_fwd_aligned(p));
+    check_cuda(cudaGetLastError(), op);
   });
 }
 

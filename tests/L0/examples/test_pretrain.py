@@ -576,6 +576,11 @@ def test_an_interrupted_comparison_ends_its_runs(tmp_path, monkeypatch):
         ),
         (["--steps", "1", "--layers", "torchao"], "--recipe must be tensorwise with --layers"),
         (["--steps", "1", "--graphs", "--packed"], "--graphs excludes --compile"),
+        (["--steps", "1", "--save-small"], "--save-small needs a --recipe of FP8, got bf16"),
+        (
+            ["--steps", "1", "--recipe", "delayed", "--graphs", "--save-small"],
+            "--graphs excludes --compile, --recompute, --packed, --main-grads and --save-small",
+        ),
         (
             ["--steps", "1", "--recipe", "mxfp8", "--fp8-all-gather"],
             "--fp8-all-gather needs a --recipe other than mxfp8",

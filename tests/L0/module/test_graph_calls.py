@@ -153,6 +153,7 @@ def test_what_was_not_captured_runs_as_before():
         region(enabled=False), torch.nn.functional.linear(x, model.weight, model.bias)
     )
     assert replays(lambda: region(fp8_recipe=RECIPES["tensorwise"])) == 0
+    assert replays(lambda: region(save="small")) == 0
     with torch.autocast("cuda", torch.bfloat16):
         assert replays(region) == 0
     model.eval()

@@ -44,6 +44,7 @@ def test_bytes_of_activations() -> None:
         scales = 0.1  # and their scales
         assert found[name, "saved"]["device bytes"] == pytest.approx(size, abs=scales)
         assert found[name, "saved"]["host bytes"] == 0
+        assert found[name, "small"] == {**found[name, "saved"], "activations": "small"}
         assert found[name, "recomputed"]["device bytes"] == 2
         assert found[name, "offloaded"]["device bytes"] == 0
         assert found[name, "offloaded"]["host bytes"] == pytest.approx(size, abs=scales)

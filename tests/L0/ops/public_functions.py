@@ -178,6 +178,14 @@ def norm_bwd_case(module: Any, rows: int, cols: int, *bias: torch.Tensor) -> dic
             "d_residual": matrix(rows, cols)}  # fmt: skip
 
 
+def norm_again_case(
+    module: Any, rows: int, cols: int, *bias: torch.Tensor, **more: Any
+) -> dict[str, Any]:
+    case = norm_bwd_case(module, rows, cols, *bias)
+    own = {name: case[name] for name in ("x", "weight", "mean", "rstd") if name in case}
+    return {**own, **({"bias": bias[0]} if bias else {}), **more}
+
+
 def loss_case(rows: int, cols: int, **more: Any) -> dict[str, Any]:
     target = torch.randint(0, max(cols, 1), (rows,))
     return {"logits": matrix(rows, cols), "target": target, **more}
@@ -493,6 +501,12 @@ def make_case(name: str, rows: int = 32, cols: int = 64) -> Case:
             norm_case(*shape, bias=w, scale_inv=one(), **fp8_case()),
             ("amax", "scale_inv"),
         ),
+        "layer_norm.layer_norm_again": lambda: Case(
+            norm_again_case(layer_norm, *shape, torch.rand(cols))
+        ),
+        "layer_norm.layer_norm_again_fp8": lambda: Case(
+            norm_again_case(layer_norm, *shape, torch.rand(cols), **fp8_case()), ("amax",)
+        ),
         "layer_norm.layer_norm_bwd": lambda: Case(
             norm_bwd_case(layer_norm, *shape, torch.rand(cols))
         ),
@@ -500,6 +514,10 @@ def make_case(name: str, rows: int = 32, cols: int = 64) -> Case:
         "rms_norm.rms_norm_fwd": lambda: Case(norm_case(*shape)),
         "rms_norm.rms_norm_fwd_fp8": lambda: Case(
             norm_case(*shape, scale_inv=one(), **fp8_case()), ("amax", "scale_inv")
+        ),
+        "rms_norm.rms_norm_again": lambda: Case(norm_again_case(rms_norm, *shape)),
+        "rms_norm.rms_norm_again_fp8": lambda: Case(
+            norm_again_case(rms_norm, *shape, **fp8_case()), ("amax",)
         ),
         "rms_norm.rms_norm_bwd": lambda: Case(
             norm_bwd_case(rms_norm, *shape)

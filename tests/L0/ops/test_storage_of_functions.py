@@ -31,6 +31,8 @@ DENSE = {
     "grouped_quantize.quantize_groups": {"due"},
     "grouped_quantize.quantize_matrices": {"due"},
     "grouped_quantize.scale_rows": {"factor"},
+    "layer_norm.layer_norm_again": {"mean", "rstd"},
+    "layer_norm.layer_norm_again_fp8": {"mean", "rstd"},
     "layer_norm.layer_norm_bwd": {"mean", "rstd"},
     "moe_permute.permute": {"row_id_map"},
     "moe_permute.permute_bwd": {"row_id_map"},
@@ -41,6 +43,8 @@ DENSE = {
     "row_quantize.row_quantize": {"column_scale"},
     "rowwise_gemm.rowwise_gemm": {"a", "b"},
     "mx_quantize.mx_dequantize": {"scale"},
+    "rms_norm.rms_norm_again": {"rstd"},
+    "rms_norm.rms_norm_again_fp8": {"rstd"},
     "rms_norm.rms_norm_bwd": {"rstd"},
     "rope.rope": {"starts"},
 }

@@ -102,6 +102,7 @@ def test_each_recipe_learns_and_resumes(run, recipe):
         ["--fp8-params", "--recipe", "delayed"],
         ["--fp8-params", "--recipe", "blockwise"],
         ["--packed", "--recipe", "delayed", "--keep-columnwise-weights"],
+        ["--save-small", "--recipe", "blockwise", "--recompute", "2"],
         ["--fp8-head", "--recipe", "tensorwise"],
         ["--main-grads", "--microbatch", "2", "--recipe", "delayed"],
         ["--dtype", "bfloat16", "--main-grads", "--microbatch", "2", "--recipe", "tensorwise"],
