@@ -215,8 +215,9 @@ class DotProductAttention(Planner, torch.nn.Module):
             cp_global_ranks, cp_stream: accepted without effect.
             cp_comm_type: ``"all_gather"``: each rank attends to keys and values of all ranks.
                 ``"a2a"``: heads are split over the ranks meanwhile, and results have the bits of
-                one rank where its kernel computes each head alone. ``"p2p"`` and ``"a2a+p2p"`` are
-                served by ``"all_gather"``.
+                one rank where its kernel computes each head alone. ``"p2p"`` is served by
+                ``"a2a"`` if the ranks divide all heads, unless there is a window or sequences are
+                packed; else it is, and ``"a2a+p2p"``, by ``"all_gather"``.
 
         Raises:
             TypeError: ``cp_group`` is none of those above.

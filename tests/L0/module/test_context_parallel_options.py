@@ -200,3 +200,41 @@ def test_largest_logits_of_packed_sequences(device, comm_type):
         return
     for largest in emulate(2, comm_type, run):
         torch.testing.assert_close(largest, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("heads", "groups", "window", "packed", "served"),
+    [(4, 2, None, False, "a2a"), (4, 1, None, False, "all_gather"),
+     (3, 3, None, False, "all_gather"), (4, 2, (5, 0), False, "all_gather"),
+     (4, 2, None, True, "all_gather")],
+)  # fmt: skip
+def test_what_serves_p2p(device, heads, groups, window, packed, served):
+    """The exchange that ``explain`` names gives the results that it gives by its own name."""
+    layout = "thd" if packed else "sbhd"
+    module = apex_te.DotProductAttention(
+        heads, SIZE, groups, qkv_format=layout, window_size=window, attn_mask_type="causal"
+    )
+    tokens = (24,) if packed else (24, 2)
+    tensors = [draw(*tokens, n, SIZE, device=device) for n in (heads, groups, groups)]
+    given = {}
+    if packed:
+        starts = torch.tensor([0, 8, 24], dtype=torch.int32, device=device)
+        given = {"cu_seqlens_q": starts, "max_seqlen_q": 16}
+        order = PackedZigZag(2, starts, 24)
+
+    def run(ranks):
+        module._context = ranks
+        parts = [
+            order.by_rank(x).chunk(2)[ranks.rank] if packed else own(x, 2, ranks.rank)
+            for x in tensors
+        ]
+        said = module.explain(*parts, **given)
+        return said, module(*parts, **given)
+
+    named = emulate(2, served, run)
+    for (said, out), (by_name, expected) in zip(emulate(2, "p2p", run), named, strict=True):
+        assert said.startswith(served)
+        assert f"{served} serves cp_comm_type 'p2p'; " in said
+        assert by_name.startswith(served)
+        assert "serves" not in by_name
+        assert torch.equal(out, expected)

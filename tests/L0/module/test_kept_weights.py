@@ -55,7 +55,7 @@ def batch(device, step, dtype=torch.float32):
 
 def state_of(model):
     """Parameters and FP8 state."""
-    found = [p for p in model.parameters()]
+    found = list(model.parameters())
     for module in model.modules():
         state = getattr(module, "fp8_state", None)
         if state is not None and state.allocated:
@@ -279,7 +279,9 @@ def test_other_recipe_at_each_step(device):
         assert_equal(run(other), run(model))
 
 
-@pytest.mark.parametrize("flags", [(None,) * 3, (True, False, False), (True, None, False), (True, True, False)])
+@pytest.mark.parametrize(
+    "flags", [(None,) * 3, (True, False, False), (True, None, False), (True, True, False)]
+)
 @pytest.mark.parametrize("recipe", KEPT)
 def test_microbatches(device, recipe, flags):
     def run(model):

@@ -106,18 +106,31 @@ def plan(
                     f"{owner}: {name} must have two equal chunks of each sequence with a cp_group "
                     f"of {ranks.size} ranks, got {x.shape[time]} tokens"
                 )
-    if ranks.comm_type == "a2a":
+    served = _exchange_of(ranks, q, k, request)
+    if served == "a2a":
         found = _a2a(owner, ranks, q, k, v, bias, request, route)
     else:
         found = _all_gather(owner, ranks, q, k, v, bias, request, options, is_self, see)
         if with_max:
             found = _with_largest(owner, ranks, found)
-        if ranks.comm_type != "all_gather":
-            reason = f"all_gather serves cp_comm_type {ranks.comm_type!r}; {found.path.reason}"
-            found = found._replace(path=found.path._replace(reason=reason))
+    if ranks.comm_type != served:
+        reason = f"{served} serves cp_comm_type {ranks.comm_type!r}; {found.path.reason}"
+        found = found._replace(path=found.path._replace(reason=reason))
     if torch.compiler.is_compiling() or is_traced():
         return found
     return _comparing(owner, ranks, found, request, options, with_max)
+
+
+def _exchange_of(ranks: ContextRanks, q: torch.Tensor, k: torch.Tensor, request: Request) -> str:
+    """Returns the exchange that serves the ranks' ``comm_type``: the faster one for p2p.
+
+    All-to-all leaves whole sequences to one kernel call; of windows, though, few keys are gathered.
+    """
+    if ranks.comm_type in ("a2a", "all_gather"):
+        return ranks.comm_type
+    divides = not (q.shape[-2] % ranks.size or k.shape[-2] % ranks.size)
+    is_whole = request.size is None and request.layout != "thd"
+    return "a2a" if ranks.has_one_group and divides and is_whole else "all_gather"
 
 
 def _comparing(
