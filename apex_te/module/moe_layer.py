@@ -30,6 +30,7 @@ from ._core.arguments import (
 from ._core.fused_casts import activation_of, is_gated
 from ._core.gemm import cast_to
 from ._core.parallel import CompositeModule, GroupHolder
+from .attention.context_parallel.ranks import ContextRanks
 from .grouped.experts import run_experts, run_ordered
 from .grouped.linear import GroupedLinear
 from .grouped.on_device import LARGEST
@@ -332,6 +333,24 @@ class MoELayer(CompositeModule):
                 f"{_NAME}: loss_scale must have one element, got shape {list(value.shape)}"
             )
         self.router.loss_scale = value
+
+    def set_context_parallel_group(self, cp_group: Any) -> None:
+        """Sets the ranks that sequences are split over; can be called at any time.
+
+        The load-balance loss then counts the tokens of all these ranks, which must have as many
+        each; its mean over the ranks is the loss of whole sequences. All else is of one token.
+
+        Args:
+            cp_group: as in ``DotProductAttention.set_context_parallel_group``.
+
+        Raises:
+            TypeError: ``cp_group`` is not a process group.
+            ValueError: ``cp_group`` has more than two groups.
+        """
+        nested = isinstance(cp_group, (list, tuple))
+        self.router.context_ranks = ContextRanks(
+            _NAME, cp_group, comm_type="a2a+p2p" if nested else None
+        )
 
     def forward(
         self, hidden_states: torch.Tensor, is_first_microbatch: bool | None = None

@@ -16,6 +16,7 @@ from ..ops.binding import OpFunction, once_differentiable
 from ..router import DenseRouting, Routing, load_balance_loss, update_expert_bias, z_loss_of
 from ._core.arguments import fill, materialize
 from ._core.programs import is_autocast
+from .attention.context_parallel.ranks import ContextRanks
 
 
 class MoERouter(torch.nn.Module):
@@ -62,6 +63,7 @@ class MoERouter(torch.nn.Module):
         self.router_dtype = router_dtype
         self.init_method = init_method
         self.loss_scale: float | torch.Tensor = 1.0
+        self.context_ranks: ContextRanks | None = None
         self.aux_loss: torch.Tensor | None = None
         self.z_loss: torch.Tensor | None = None
         self.tokens_per_expert: torch.Tensor | None = None
@@ -178,7 +180,8 @@ class MoERouter(torch.nn.Module):
     ) -> torch.Tensor:
         """Returns the load-balance loss, of each sequence or of all tokens.
 
-        Its counts are those of the choice by scores alone.
+        Its counts are those of the choice by scores alone. The mean over context-parallel ranks is
+        the loss of whole sequences.
         """
         tokens = logits.shape[0]
         if not tokens:
@@ -190,9 +193,14 @@ class MoERouter(torch.nn.Module):
                 sequences=sequences or 1, sequence_first=first,
             ).counts  # fmt: skip
             counts = counts[0] if sequences is None else counts
-        per_sequence = tokens // (sequences or 1)
+        per_sequence, coeff = tokens // (sequences or 1), self.aux_loss_coeff
+        # Modules pickled before it was added lack the attribute.
+        ranks = self.__dict__.get("context_ranks")
+        if ranks is not None and ranks.size > 1:
+            counts, coeff = ranks.total(counts), coeff * ranks.size
+            per_sequence *= ranks.size
         return load_balance_loss(
-            scores, counts, per_sequence, self.top_k, self.aux_loss_coeff, sequence_first=first
+            scores, counts, per_sequence, self.top_k, coeff, sequence_first=first
         )
 
     @torch.no_grad()

@@ -131,6 +131,8 @@ class Llama(nn.Module):
         for module in self.modules():
             if isinstance(module, apex_te.MultiheadAttention):
                 module.set_context_parallel_group(cp_group, cp_comm_type="all_gather")
+            elif isinstance(module, apex_te.MoELayer):
+                module.set_context_parallel_group(cp_group)
 
     def forward(
         self,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -215,22 +213,36 @@ def _from_memory(x: torch.Tensor, sequence_first: bool) -> torch.Tensor:
     return x.permute((1, 2, 0, 3) if sequence_first else (0, 2, 1, 3))
 
 
+def _move(x: torch.Tensor, padded: torch.Tensor, back: bool = False) -> torch.Tensor:
+    """Returns tokens of x [b, h, s, d] with padded ones behind the others, or moved back."""
+    sequence_first, order = _memory(x)
+    places = padding_behind(padded, x.shape[0], sequence_first)
+    x = x.permute(order)
+    to = places.open if back else places.close
+    return _from_memory(to(x.flatten(0, 1)).view(x.shape), sequence_first)
+
+
 def _moved(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, path: Path, seen: Visibility,
     bias: torch.Tensor | None, options: Options, alibi: Alibi | None, sink: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
     """Attends causally to tokens that are not padded, which come first; 0 for the others."""
     assert seen.padded is not None
-    sequence_first, order = _memory(q)
-    places = padding_behind(seen.padded, q.shape[0], sequence_first)
-
-    def move(x: torch.Tensor, to: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        x = x.permute(order)
-        return _from_memory(to(x.flatten(0, 1)).view(x.shape), sequence_first)
-
-    q, k, v = (move(x, places.close) for x in (q, k, v))
+    q, k, v = (_move(x, seen.padded) for x in (q, k, v))
     out = attend(q, k, v, None, path, Visibility("upper_left"), options, sink=sink)
-    return move(out, places.open)
+    return _move(out, seen.padded, back=True)
+
+
+def _moved_keys(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, path: Path, seen: Visibility,
+    bias: torch.Tensor | None, options: Options, alibi: Alibi | None, sink: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    """Attends to keys that are not padded, which come first."""
+    hidden = seen.hidden
+    assert hidden is not None
+    k, v = _move(k, hidden), _move(v, hidden)
+    seen = seen._replace(hidden=hidden.sort(-1).values, padded=None)
+    return attend(q, k, v, None, path, seen, options, sink=sink)
 
 
 def _without_padding(
@@ -270,6 +282,7 @@ def _with_columns(
 _CHANGED = {
     "alibi": _with_columns,
     "moved": _moved,
+    "moved keys": _moved_keys,
     "packed": _without_padding,
     "widened": _widened,
     "expanded": _expanded,

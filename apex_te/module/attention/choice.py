@@ -91,7 +91,19 @@ def choose(
         rest = first_that_fits(problem._replace(form="causal"))
         reason = f"padded tokens are put behind the others, then {rest.name}: {rest.reason}"
         return Path("moved", reason, rest)
+    if options.independent_rows and bias is None and _hides_padding(seen):
+        # Sums of keys begin with the first, which must not be a padded one.
+        rest = first_that_fits(problem)
+        reason = f"padded keys are put behind the others, then {rest.name}: {rest.reason}"
+        return Path("moved keys", reason, rest)
     return first_that_fits(problem)
+
+
+def _hides_padding(seen: Visibility) -> bool:
+    """Returns True if ``seen`` hides padded tokens and nothing else."""
+    hidden, limits = seen.hidden, (seen.causal, seen.window)
+    is_padding = hidden is not None and hidden.shape[2] == 1 and limits == (None, None)
+    return is_padding and seen.fully_masked_queries is not None
 
 
 def choose_with_alibi(

@@ -137,14 +137,19 @@ def test_attention_of_prefixes_and_single_queries(kind, groups, size, device, mo
 
 
 @pytest.mark.parametrize("left", [False, True])
-def test_padded_and_packed_sequences(left, device, mode):
+@pytest.mark.parametrize("kind", ["padding", "padding_causal", "padding_causal_bottom_right"])
+@pytest.mark.parametrize("sink", ["vanilla", "off-by-one"])
+def test_padded_and_packed_sequences(left, kind, sink, device, mode):
     """Padded or packed with others, a sequence has the bits that it has alone."""
     attention = apex_te.DotProductAttention(
-        4, 16, qkv_format="bshd", attn_mask_type="padding_causal", attention_dropout=0.0
+        4, 16, qkv_format="bshd", attn_mask_type=kind, attention_dropout=0.0, softmax_type=sink
     ).to(device)
+    kind_alone = "no_mask" if kind == "padding" else "causal"
     lengths, dtype = [70, 9, 33], default_dtype(device)
     sequences = [torch.randn(3, n, 4, 16, device=device, dtype=dtype) for n in lengths]
-    alone = [attention(*(x[None] for x in each), attn_mask_type="causal")[0] for each in sequences]
+    alone = [
+        attention(*(x[None] for x in each), attn_mask_type=kind_alone)[0] for each in sequences
+    ]
     padded = torch.zeros(3, len(lengths), 70, 4, 16, device=device, dtype=dtype)
     mask = torch.ones(len(lengths), 1, 1, 70, dtype=torch.bool, device=device)
     places = [slice(70 - n, 70) if left else slice(0, n) for n in lengths]
@@ -157,6 +162,29 @@ def test_padded_and_packed_sequences(left, device, mode):
     for i, (place, expected) in enumerate(zip(places, alone, strict=True)):
         assert_same_bits(out[i, place], expected)
         assert_same_bits(packed[cu[i] : cu[i + 1]], expected)
+
+
+def test_padded_keys_of_cross_attention(device, mode):
+    """Wherever the padding of queries and keys is; gradients are those without the mode."""
+    attention = apex_te.DotProductAttention(
+        4, 16, 2, qkv_format="sbhd", attn_mask_type="padding", attention_type="cross"
+    ).to(device)
+    dtype = default_dtype(device)
+    q, k, v = (torch.randn(n, 2, h, 16) for n, h in ((40, 4), (90, 2), (90, 2)))
+    q, k, v = (x.to(device, dtype).requires_grad_() for x in (q, k, v))
+    queries, keys = torch.rand(2, 1, 1, 40) < 0.4, torch.rand(2, 1, 1, 90) < 0.4
+    out = attention(q, k, v, (queries.to(device), keys.to(device)))
+    for i in range(2):
+        rows, columns = (~m[i, 0, 0].to(device) for m in (queries, keys))
+        one = (q[rows, i : i + 1], k[columns, i : i + 1], v[columns, i : i + 1])
+        alone = attention(*one, attn_mask_type="no_mask")
+        assert_same_bits(out[rows, i : i + 1], alone)
+    with batch_invariant(False):
+        usual = attention(q, k, v, (queries.to(device), keys.to(device)))
+    grads = [torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (out, usual)]
+    tolerance = 0.02 if device.type == "cuda" else 1e-5
+    for found, expected in zip(*grads, strict=True):
+        assert (found - expected).norm() <= tolerance * expected.norm()
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)

@@ -119,3 +119,49 @@ def _largest_logits(rank, comm_type):
 @pytest.mark.parametrize("comm_type", ["all_gather", "a2a"])
 def test_largest_logits_are_those_of_whole_sequences(two_ranks, comm_type):
     assert two_ranks.run(_largest_logits, comm_type) == [True, True]
+
+
+def _balance(rank, sequences, nested, compiled):
+    """Load-balance loss and router gradient of split sequences, beside those of whole ones."""
+    device, group = device_of(rank), distributed.group.WORLD
+    if nested:
+        pairs = [distributed.new_group([r, r + 1]) for r in (0, 2)]
+        group = [pairs[rank // 2], [distributed.new_group([r, r + 2]) for r in (0, 1)][rank % 2]]
+    torch.manual_seed(3)
+    layer = apex_te.MoELayer(
+        16, 24, 4, aux_loss_coeff=0.1, sequence_aux_loss=sequences, device=device
+    )
+    x = torch.randn(2, 16, 16, generator=torch.Generator().manual_seed(5)).to(device)
+
+    def results(x):
+        layer.zero_grad()
+        run = layer
+        if compiled:
+            torch._dynamo.reset()
+            run = torch.compile(layer, backend="aot_eager")
+        (run(x) * 0.0).sum().backward()  # the loss alone has gradients
+        return layer.aux_loss.clone(), layer.router.weight.grad.clone()
+
+    expected, counts = results(x), layer.tokens_per_expert.clone()
+    layer.set_context_parallel_group(group)
+    found = results(apex_te.split_for_context_parallel(x, group))
+    own = layer.tokens_per_expert.clone()  # those of this rank
+    for each in (*found, own):
+        distributed.all_reduce(each)
+    assert torch.equal(own, counts)
+    for y, z in zip(found, expected, strict=True):
+        torch.testing.assert_close(y / distributed.get_world_size(), z, rtol=1e-5, atol=1e-7)
+    layer.set_context_parallel_group(None)
+    assert torch.equal(results(x)[0], expected[0])
+    assert pickle.loads(pickle.dumps(copy.deepcopy(layer)))(x).shape == x.shape
+    return True
+
+
+@pytest.mark.parametrize("sequences", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_load_balance_loss_is_that_of_whole_sequences(two_ranks, sequences, compiled):
+    assert two_ranks.run(_balance, sequences, False, compiled) == [True, True]
+
+
+def test_load_balance_loss_over_two_groups(four_ranks):
+    assert four_ranks.run(_balance, False, True, False) == [True] * 4

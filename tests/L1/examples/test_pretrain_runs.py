@@ -173,6 +173,8 @@ def test_two_ranks_train_as_one(run, recipe, words):
         (["--packed", "--recompute", "1", "--tp", "2"], 4),
         (["--packed", "--recipe", "delayed"], 2),
         (["--recipe", "blockwise", "--tp", "2"], 4),
+        (["--experts", "4", "--microbatch", "2"], 2),
+        (["--experts", "4", "--packed", "--recipe", "blockwise"], 2),
     ],
     ids=str,
 )
@@ -263,11 +265,18 @@ def test_fsdp_and_tensor_parallelism_together(run):
 
 
 @pytest.mark.parametrize(
-    "words", [["--recipe", "delayed"], ["--layers", "torch"]], ids=["apex_te", "torch"]
+    ("words", "ranks"),
+    [
+        (["--recipe", "delayed"], 1),
+        (["--layers", "torch"], 1),
+        (["--recipe", "delayed", "--cp", "2"], 2),
+        (["--packed", "--cp", "2"], 2),
+    ],
+    ids=["apex_te", "torch", "split", "split and packed"],
 )
-def test_compiled_blocks_train_alike(run, words):
-    _, expected = run(*words)
-    _, losses = run(*words, "--compile", out="compiled")
+def test_compiled_blocks_train_alike(run, words, ranks):
+    _, expected = run(*words, ranks=ranks)
+    _, losses = run(*words, "--compile", out="compiled", ranks=ranks)
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), **FP8)
 
 

@@ -11,7 +11,13 @@ import torch
 from torch import distributed
 
 from ....comm.agreement import RankMismatchError, check_same
-from ....comm.collectives import Pending, all_gather_rows, all_to_all_rows, world_size
+from ....comm.collectives import (
+    Pending,
+    all_gather_rows,
+    all_reduce,
+    all_to_all_rows,
+    world_size,
+)
 from ....comm.groups import is_process_group
 from ....runtime.named_arguments import did_you_mean
 
@@ -128,6 +134,13 @@ class ContextRanks:
         """Begins to send ``sent[r]`` rows to each rank r, of the only group there is."""
         (group,) = self._groups
         return all_to_all_rows(x, sent, received, group)
+
+    def total(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the sum of ``x`` over all ranks; ``x`` is kept."""
+        x = x.clone()
+        for group in self._groups:
+            x = all_reduce(x, group).wait()
+        return x
 
     def sum_parts(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the sum of this rank's part of ``x`` [size * rows, ..] over all ranks.
