@@ -109,6 +109,7 @@ class FP8Module(torch.nn.Module):
     delay_wgrad_compute = False
     save_original_input = False
     can_separate_rows = False  # under ``batch_invariant``
+    can_keep_weights = True  # by ``keep_fp8_weights``
 
     def _make_fp8_state(self, gemms: int = 1) -> None:
         # Plain attributes, not buffers: DDP would broadcast buffers and half() would cast them.
@@ -478,6 +479,7 @@ class FP8Module(torch.nn.Module):
         modes, region = self._modes, local.region
         if (
             modes.kept is None
+            or not self.can_keep_weights
             or modes.captured is not None
             or not (recomputed or (region is not None and region.records))
             or torch.compiler.is_compiling()

@@ -272,9 +272,9 @@ def keep_fp8_weights(model: torch.nn.Module, enabled: bool = True) -> None:
     on.
 
     Weights take part that are plain contiguous Parameters, not FP8 Parameters or DTensors, with
-    extents that are multiples of 16, outside of ``fully_shard``; of a ``GroupedLinear`` those that
-    it casts one by one. Others are cast as before, as in other recipes, evaluations, compiled
-    forwards and CUDA graphs. With ``is_first_microbatch=True`` a layer's cached copies are the kept ones.
+    extents that are multiples of 16, of layers other than ``GroupedLinear`` and outside of
+    ``fully_shard``. Others are cast as before, as in other recipes, evaluations, compiled forwards
+    and CUDA graphs. With ``is_first_microbatch=True`` a layer's cached copies are the kept ones.
 
     A change of a weight is noticed by its version, address and storage. Writes through ``.data``,
     or through another tensor that shares its memory, are not noticed: do not use this with
