@@ -45,27 +45,26 @@ APEX_TE_FUNCTION(multi_tensor_adam,
                  "eps: float, weight_decay: float, step: int, adamw: bool, bias_correction: bool, "
                  "maximize: bool, lr_tensor: f32[1]?, step_tensor: f32|i32[1]?, "
                  "inv_scale: f32[1]?, found_inf: f32|i32[1]?, unscale_grads: bool")
+// Extents must be multiples of 16, which no contract says.
 APEX_TE_FUNCTION(
     multi_tensor_adam_fp8,
-    "params: f32|H[r c][each n]!!, grads: f32|H[params][each n]!!, "
-    "exp_avgs: f32[params][each n]!!, exp_avg_sqs: f32[params][each n]!!, "
-    "masters: f32[params][each n|0]!!, rowwise: e4m3[params][each n]!, "
-    "columnwise: e4m3[c r][each n]!, scales: f32[1][each n], "
-    "scale_invs: f32[1][each n]!, amaxes: f32[1][each n]!, lr: float, beta1: float, beta2: float, "
-    "eps: float, weight_decay: float, step: int, adamw: bool, bias_correction: bool, "
-    "lr_tensor: f32[1]?, step_tensor: f32|i32[1]?, "
-    "inv_scale: f32[1]?, found_inf: f32|i32[1]?, unscale_grads: bool")
-APEX_TE_FUNCTION(multi_tensor_adam_block,
-                 "params: f32|H[r c][each n]!!, grads: f32|H[params][each n]!!, "
-                 "exp_avgs: f32[params][each n]!!, exp_avg_sqs: f32[params][each n]!!, "
-                 "masters: f32[params][each n|0]!!, rowwise: e4m3[params][each n]!, "
-                 "columnwise: e4m3[c r][each n]!, "
-                 "rowwise_scale_invs: f32[r/128 c/128%4][each n]!, "
-                 "columnwise_scale_invs: f32[c/128 r/128%4][each n]!, block_eps: float, "
-                 "scale_rule: int, lr: float, beta1: float, beta2: float, "
-                 "eps: float, weight_decay: float, step: int, adamw: bool, bias_correction: bool, "
-                 "lr_tensor: f32[1]?, step_tensor: f32|i32[1]?, "
-                 "inv_scale: f32[1]?, found_inf: f32|i32[1]?, unscale_grads: bool")
+    "params: Tensor![], grads: Tensor![], exp_avgs: Tensor![], exp_avg_sqs: Tensor![], "
+    "masters: Tensor![], rowwise: Tensor![], columnwise: Tensor![], "
+    "scales: Tensor[], scale_invs: Tensor![], amaxes: Tensor![], "
+    "lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, "
+    "step: int, adamw: bool, bias_correction: bool, lr_tensor: Tensor?, "
+    "step_tensor: Tensor?, inv_scale: Tensor?, found_inf: Tensor?, "
+    "unscale_grads: bool")
+APEX_TE_FUNCTION(
+    multi_tensor_adam_block,
+    "params: Tensor![], grads: Tensor![], exp_avgs: Tensor![], exp_avg_sqs: Tensor![], "
+    "masters: Tensor![], rowwise: Tensor![], columnwise: Tensor![], "
+    "rowwise_scale_invs: Tensor![], columnwise_scale_invs: Tensor![], "
+    "block_eps: float, scale_rule: int, "
+    "lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, "
+    "step: int, adamw: bool, bias_correction: bool, lr_tensor: Tensor?, "
+    "step_tensor: Tensor?, inv_scale: Tensor?, found_inf: Tensor?, "
+    "unscale_grads: bool")
 APEX_TE_FUNCTION(multi_tensor_kept_scales,
                  "scales: f32[1][each n], scale_invs: f32[1][each n], "
                  "kept_amaxes: f32[1][each n], amaxes: f32[1][each n|0]!!, "

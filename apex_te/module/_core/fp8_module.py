@@ -27,7 +27,7 @@ from .arguments import autocast_dtype, shown_name
 from .fp8_entries import joined_scales, save_parameters
 from .gemm import FP8Call, GemmOptions, as_matrix
 from .independent_rows import separates_rows, with_independent_rows
-from .kept_weights import KeptWeights
+from .kept_weights import KeptWeights, tensors_of
 from .plain_functions import HighPrecisionLinearFunction
 from .programs import Programs, is_autocast, programs_of
 from .weight_cache import CapturedWeights, WeightCache
@@ -63,7 +63,7 @@ class Modes:
         captured: FP8 weights of a CUDA graph in warm-up and capture, instead of ``weight_cache``.
         gathered: ``HookedParam`` by name; its ``renew(module)`` follows a moved parameter.
         plain: ``Programs`` of ops in bf16 or fp32.
-        programs: ``Programs`` by the id of the quantizers that they hold.
+        programs: ``Programs`` by the ids of the quantizers and the kept tensors that they hold.
         in_ddp: the last call except recomputes ran under DistributedDataParallel.
         independent_rows: the last call except recomputes ran under ``batch_invariant``.
         kept: FP8 weights that stay between steps; None unless ``keep_fp8_weights`` was called.
@@ -90,7 +90,7 @@ class Modes:
         self.weight_cache = WeightCache()
         self.wgrad_store: list[Callable[[], None]] = []
         self.gathered: dict[str, Any] = {}
-        self.programs: dict[int, Programs] = {}
+        self.programs: dict[Any, Programs] = {}
         self.plain = Programs(())
         self.splits: tuple[tuple[int, ...], torch.Tensor] | None = None
 
@@ -111,6 +111,7 @@ class FP8Module(torch.nn.Module):
     save_original_input = False
     can_separate_rows = False  # under ``batch_invariant``
     joins_weights = False  # each forward makes the weight from several parameters
+    can_keep_weights = True  # by ``keep_fp8_weights``
 
     def _make_fp8_state(self, gemms: int = 1) -> None:
         # Plain attributes, not buffers: DDP would broadcast buffers and half() would cast them.
@@ -245,10 +246,9 @@ class FP8Module(torch.nn.Module):
             found = [self._kept(i, w, sets[i], recomputed) for i, w in enumerate(weights)]
             cached = tuple(found) if found else cached
         usual = options is _DEFAULTS or options is _SAVES_INPUT
-        usual = usual and cached.count(None) == gemms
         if is_fp8 and usual and is_first_microbatch is None and self.tp_size == 1:
             assert sets is not None
-            programs = self._programs(sets)
+            programs = self._programs(sets, cached)
             saves = options is _SAVES_INPUT
             key = (dtype, keep, small, saves) if keep or small or saves else dtype
             if programs is not None and key in programs.calls:
@@ -264,12 +264,20 @@ class FP8Module(torch.nn.Module):
             programs.calls[key] = call
         return call
 
-    def _programs(self, quantizers: tuple[GemmQuantizers, ...]) -> Programs | None:
+    def _programs(
+        self,
+        quantizers: tuple[GemmQuantizers, ...],
+        cached: tuple[QuantizedTensor | None, ...],
+    ) -> Programs | None:
         """Returns the ``Programs`` for a call with default options; None if ops must be called."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return None
         modes = self._modes
-        return None if modes.captured is not None else programs_of(modes.programs, quantizers)
+        if modes.captured is not None:
+            return None
+        if modes.kept is None:
+            return programs_of(modes.programs, quantizers)
+        return programs_of(modes.programs, quantizers, tensors_of(cached))
 
     def _saves(self, recomputed: bool) -> tuple[bool, bool]:
         """Returns ``keep_columnwise`` and ``small`` of this call's ``FP8Call``."""
@@ -476,6 +484,7 @@ class FP8Module(torch.nn.Module):
         modes, region = self._modes, local.region
         if (
             modes.kept is None
+            or not self.can_keep_weights
             or modes.captured is not None
             or not (recomputed or (region is not None and region.records))
             or torch.compiler.is_compiling()
@@ -491,6 +500,7 @@ class FP8Module(torch.nn.Module):
         """Keeps FP8 copies of weights from the next forward on, or drops them."""
         self._modes.kept = KeptWeights() if enabled else None
         self._modes.weight_cache.clear()
+        self._modes.programs.clear()
 
     def _cached_weight(
         self, weight: torch.Tensor, quantizers: GemmQuantizers, fill: bool, gemm: int = 0

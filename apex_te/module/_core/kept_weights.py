@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import increment_version
@@ -14,9 +15,11 @@ from ...fp8.delayed.state import FORWARD_SLOTS
 from ...fp8.delayed.update import next_scales
 from ...fp8.module_fp8 import ModuleFP8
 from ...fp8.scheme.block import BlockQuantizer
+from ...fp8.scheme.current import CurrentScalingQuantizer
 from ...fp8.scheme.delayed import DelayedScalingQuantizer
 from ...fp8.tensor import QuantizedTensor
 from ...ops.block_quantize import BlockQuantized, scale_shape
+from ...ops.fp8_output import MAX_AMAXES
 from ...ops.multi_tensor_optim import check_kept_scales
 from ...runtime.fp8_copies import Casts, preparations, set_keeper
 from ...runtime.named_arguments import check_flags, check_model, named_arguments
@@ -27,7 +30,8 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _BLOCK = 128
 _WEIGHT_SLOT = 1  # of a GEMM's forward slots
 _casts = runtime.ops("cast_transpose")
-_scaled: weakref.WeakSet[KeptCopies] = weakref.WeakSet()  # with one scale
+_current = runtime.ops("current_scale")
+_scaled: weakref.WeakSet[KeptCopies] = weakref.WeakSet()  # with scales of the FP8 state
 
 
 def _renew_scales() -> None:
@@ -36,15 +40,41 @@ def _renew_scales() -> None:
         next_scales(renew=True)
 
 
+class Rule(NamedTuple):
+    """Named tuple of what the scales of a cast depend on besides the weight.
+
+    Attributes:
+        scheme: the quantizer's class; delayed scaling has its scale in the FP8 state.
+        scales: ``block_quantize``'s ``scales``, or ``current_scale``'s ``pow2``; None for delayed
+            scaling.
+    """
+
+    scheme: type
+    scales: Any = None
+    eps: float = 0.0
+
+    @classmethod
+    def of(cls, quantizer: Any) -> Rule | None:
+        """Returns the rule of a weight's quantizer; None if its copies cannot be kept."""
+        scheme = type(quantizer)
+        if quantizer.dtype is not torch.float8_e4m3fn:
+            return None
+        if scheme is DelayedScalingQuantizer:
+            return cls(scheme)
+        if scheme is CurrentScalingQuantizer and quantizer.group is None:
+            return cls(scheme, quantizer.pow2, quantizer.eps)
+        if scheme is BlockQuantizer and quantizer.block_rows == _BLOCK:
+            return cls(scheme, quantizer.options.scales, quantizer.options.eps)
+        return None
+
+
 class KeptCopies:
     """Both FP8 copies of one weight, with the stamp of the values from which they were made.
 
-    With one scale the device compares it at each forward, as only the device knows scales, and
-    casts again where it has changed.
+    With delayed scaling the device compares the scale at each forward, as only the device knows
+    it, and casts again where it has changed.
 
     Attributes:
-        rule: of casts in blocks of 128x128: ``block_quantize``'s ``scales`` and ``eps``; None for
-            one scale.
         amax: fp32 ``[1]``, of the weight that was cast; None in blocks.
         is_cached: a module's cache for microbatches has the copies, which must not change then.
         is_read: a forward has used the copies since the last step.
@@ -56,9 +86,7 @@ class KeptCopies:
         "copies", "is_cached", "is_read", "is_released", "rule",
     )  # fmt: skip
 
-    def __init__(
-        self, weight: torch.Tensor, fp8: ModuleFP8, gemm: int, rule: tuple[str, float] | None
-    ) -> None:
+    def __init__(self, weight: torch.Tensor, fp8: ModuleFP8, gemm: int, rule: Rule) -> None:
         self._weight, self._fp8 = weakref.ref(weight), weakref.ref(fp8)
         self._slot = FORWARD_SLOTS * gemm + _WEIGHT_SLOT
         self.rule = rule
@@ -72,7 +100,7 @@ class KeptCopies:
             codes = torch.empty(rows, cols, dtype=dtype, device=device)
             columnwise = torch.empty(cols, rows, dtype=dtype, device=device)
             self.amax = self._is_equal = None
-            if rule is None:
+            if rule.scheme is not BlockQuantizer:
                 scale_inv = other = floats(1)
                 self.amax = floats(1)
                 self._is_equal = torch.zeros(1, dtype=torch.int32, device=device)
@@ -83,7 +111,7 @@ class KeptCopies:
         self._stamp: tuple[int, int, int] | None = None
         self._was_current = self.is_cached = self.is_read = self.is_released = False
 
-    def belongs_to(self, weight: torch.Tensor, rule: tuple[str, float] | None) -> bool:
+    def belongs_to(self, weight: torch.Tensor, rule: Rule) -> bool:
         """Returns True if these are copies of ``weight`` that were cast by ``rule``."""
         return self._weight() is weight and self.rule == rule
 
@@ -99,15 +127,28 @@ class KeptCopies:
             return None
         self.is_cached = for_cache
         with torch.inference_mode(False), torch.no_grad():
-            if self.rule is not None:
-                if self._stamp != now:
+            if self.rule.scheme is DelayedScalingQuantizer:
+                self._delayed(weight, quantizer, self._stamp != now)
+            elif self._stamp != now:
+                if self.rule.scheme is BlockQuantizer:
                     quantizer.quantize_into(weight, self.copies)
-            else:
-                self._scaled(weight.detach(), quantizer, self._stamp != now)
+                else:
+                    self._cast_whole(weight)
         self._stamp, self.is_read = now, True
         return QuantizedTensor(*self.copies, quantizer.dtype)
 
-    def _scaled(self, weight: torch.Tensor, quantizer: Any, is_new: bool) -> None:
+    def _cast_whole(self, weight: torch.Tensor) -> None:
+        """Casts the weight with a scale made of its amax."""
+        assert self.amax is not None
+        rowwise, scale_inv, columnwise, _ = self.copies
+        amaxes = weight.new_empty(MAX_AMAXES, dtype=torch.float32)
+        scale, pow2, eps = torch.empty_like(self.amax), self.rule.scales, self.rule.eps
+        _current.current_scale_fwd(
+            weight, rowwise, columnwise, self.amax, scale, scale_inv, amaxes, eps, pow2
+        )
+        self._changed()
+
+    def _delayed(self, weight: torch.Tensor, quantizer: Any, is_new: bool) -> None:
         """Casts the weight with the quantizer's scale if weight or scale have changed."""
         scale, staged = quantizer.known_scale(weight)
         rowwise, scale_inv, columnwise, _ = self.copies
@@ -139,16 +180,18 @@ class KeptCopies:
         weight, fp8 = self._weight(), self._fp8()
         if not self.is_read or self.is_released or weight is None or fp8 is None:
             return None
+        if self.rule.scheme is CurrentScalingQuantizer:  # whose scale needs all new values
+            return None
         self._was_current = self._stamp == stamp(weight)
         self._stamp = None  # in case of an error
         rowwise, scale_inv, columnwise, other = self.copies
         assert rowwise is not None
         assert columnwise is not None
         assert scale_inv is not None
-        if self.rule is None:
+        if self.rule.scheme is DelayedScalingQuantizer:
             scale = next_scales(renew=False).of(fp8, self._slot)
             return Casts(rowwise, columnwise, scale_inv, None, scale, self.amax, None)
-        rule = self.rule[1], scales_number("keep_fp8_weights", self.rule[0], None)
+        rule = self.rule.eps, scales_number("keep_fp8_weights", self.rule.scales, None)
         return Casts(rowwise, columnwise, scale_inv, other, None, None, rule)
 
     def end(self, is_certain: bool) -> None:
@@ -177,24 +220,30 @@ class KeptWeights:
         self, fp8: ModuleFP8, gemm: int, weight: torch.Tensor, quantizer: Any, for_cache: bool
     ) -> QuantizedTensor | None:
         """Returns FP8 copies of ``weight``; None if it must be cast. See ``KeptCopies.current``."""
-        kind = type(quantizer)
-        if quantizer.dtype is not torch.float8_e4m3fn or not _fits(weight):
-            return None
-        if kind is DelayedScalingQuantizer:
-            rule = None
-        elif kind is BlockQuantizer and quantizer.block_rows == _BLOCK:
-            rule = quantizer.options.scales, quantizer.options.eps
-        else:
+        rule = Rule.of(quantizer)
+        if rule is None or not _fits(weight):
             return None
         found = self._found.get(gemm)
         if found is None or not found.belongs_to(weight, rule):
             found = self._found[gemm] = KeptCopies(weight, fp8, gemm, rule)
             set_keeper(weight, found)
-            if rule is None:
+            if rule.scheme is DelayedScalingQuantizer:
                 _scaled.add(found)
             if _renew_scales not in preparations:
                 preparations.append(_renew_scales)
         return None if found.is_released else found.current(weight, quantizer, for_cache)
+
+
+def tensors_of(cached: Sequence[QuantizedTensor | None]) -> tuple[torch.Tensor, ...]:
+    """Returns the tensors of FP8 copies, each once."""
+    found: dict[int, torch.Tensor] = {}
+    for copies in cached:
+        if copies is not None:
+            for tensor in (copies.rowwise, copies.rowwise_scale_inv, copies.columnwise,
+                           copies.columnwise_scale_inv):  # fmt: skip
+                assert tensor is not None
+                found[id(tensor)] = tensor
+    return tuple(found.values())
 
 
 def _fits(weight: torch.Tensor) -> bool:
@@ -214,21 +263,24 @@ def _fits(weight: torch.Tensor) -> bool:
 def keep_fp8_weights(model: torch.nn.Module, enabled: bool = True) -> None:
     """Keeps FP8 copies of the model's weights between steps, which ``FusedAdam`` then writes.
 
-    In training, with delayed and block scaling, a layer then casts a weight only if the weight, its
-    scale or the recipe has changed since the last cast. ``apex_te.optimizers.FusedAdam`` writes
-    both copies, rowwise and columnwise, in its step, with the scale that the next forward will use,
-    so that a step casts no weight. Results are bitwise those without kept copies. This
-    costs two bytes for each element of a weight, from the first forward on.
+    In training with delayed, current and block scaling, a layer then casts a weight only if the
+    weight, its scale or the recipe has changed since the last cast, and both copies, rowwise and
+    columnwise, in one pass. With delayed and block scaling ``apex_te.optimizers.FusedAdam`` writes
+    the copies in its step, with the scale that the next forward will use as far as this rank can
+    know; with current scaling the first forward after a step casts. Results are bitwise those of
+    casts at each forward. This costs two bytes for each element of a weight, from the first forward
+    on.
 
     Weights take part that are plain contiguous Parameters, not FP8 Parameters or DTensors, with
-    extents that are multiples of 16, in layers outside of ``GroupedLinear`` and of ``fully_shard``.
-    Others, other recipes, evaluations, forwards in CUDA graphs and compiled forwards are as
-    before. With ``is_first_microbatch=True`` a layer's cached copies are the kept ones.
+    extents that are multiples of 16, of layers other than ``GroupedLinear`` and outside of
+    ``fully_shard``. Others are cast as before, as in other recipes, evaluations, compiled forwards
+    and CUDA graphs. With ``is_first_microbatch=True`` a layer's cached copies are the kept ones.
 
-    A changed weight is noticed by its version, address and storage. Writes through ``.data``, or
-    through another tensor that shares its memory, are not noticed: do not use this with optimizers
-    that update weights so, such as Megatron's distributed one, or call this function again after
-    such a write, which drops the copies. A captured ``FusedAdam.step`` ends the use of copies.
+    A change of a weight is noticed by its version, address and storage. Writes through ``.data``,
+    or through another tensor that shares its memory, are not noticed: do not use this with
+    optimizers that write so, such as Megatron's distributed one, or call this function again after
+    such a write, which drops the copies. The same holds for steps in CUDA graphs, except those of
+    ``apex_te.optimizers``, which end the use of copies.
 
     Args:
         model: a model or one module. Copies and pickles of it do not keep copies.

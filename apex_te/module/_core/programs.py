@@ -537,13 +537,17 @@ class Programs:
     Attributes:
         calls: ``FP8Call`` by the dtype to compute in, or ``(dtype, keep_columnwise, small,
             save_original)`` if one of these is True.
+        kept: FP8 copies of weights that the ops read besides their arguments.
         is_possible: False if the scheme's casts or GEMMs cannot run in a program.
     """
 
-    __slots__ = ("_due", "_known", "calls", "is_possible", "quantizers", "state")
+    __slots__ = ("_due", "_known", "calls", "is_possible", "kept", "quantizers", "state")
 
-    def __init__(self, quantizers: tuple[GemmQuantizers, ...]) -> None:
+    def __init__(
+        self, quantizers: tuple[GemmQuantizers, ...], kept: tuple[torch.Tensor, ...] = ()
+    ) -> None:
         self.quantizers = quantizers
+        self.kept = kept
         self.calls: dict[Any, Any] = {}
         self._known: dict[Any, _Known] = {}
         self._due: list[tuple[list[bool], int]] = []
@@ -590,7 +594,8 @@ class Programs:
         """Returns ``function(ctx, *tensors, *rest)``, run by a program if there is one.
 
         The second call with a key is recorded; the key must differ for calls with other ops, shapes
-        or dtypes. The ops may read only ``tensors`` and the FP8 state. Sets ``ctx.programs``.
+        or dtypes. The ops may read only ``tensors``, ``kept`` and the FP8 state. Sets
+        ``ctx.programs``.
         """
         known = self._known.get(key)
         if known is None:
@@ -599,7 +604,7 @@ class Programs:
             known = self._known[key] = _Known()
         program = known.program
         if program is not None:
-            outputs = program.run(tensors)
+            outputs = program.run((*tensors, *self.kept) if self.kept else tensors)
             if outputs is not None:
                 ctx.programs = (self, known)
                 if known.count == 0:
@@ -612,7 +617,7 @@ class Programs:
         if not known.is_next_recorded():
             return function(ctx, *tensors, *rest)
         before = set(vars(ctx))
-        recorder = Recorder(tensors, self.state)
+        recorder = Recorder((*tensors, *self.kept), self.state)
         with recorder:
             result = function(ctx, *tensors, *rest)
         outputs = [*(result if isinstance(result, tuple) else (result,))]
@@ -697,15 +702,18 @@ def _made(recorder: Recorder, outputs: Sequence[torch.Tensor | None]) -> Program
 
 
 def programs_of(
-    cache: dict[int, Programs], quantizers: tuple[GemmQuantizers, ...]
+    cache: dict[Any, Programs],
+    quantizers: tuple[GemmQuantizers, ...],
+    kept: tuple[torch.Tensor, ...] = (),
 ) -> Programs | None:
-    """Returns a module's ``Programs`` for some quantizers, made in ``cache`` if missing.
+    """Returns a module's ``Programs`` for quantizers and kept copies, made in ``cache`` if missing.
 
     Returns None if programs may not be used now, or not with this scheme.
     """
-    found = cache.get(id(quantizers))
+    key: Any = (id(quantizers), *map(id, kept)) if kept else id(quantizers)
+    found = cache.get(key)
     if found is None:
         if len(cache) >= 4:  # of the kinds of forward; those of a former state are dropped
             cache.clear()
-        found = cache[id(quantizers)] = Programs(quantizers)
+        found = cache[key] = Programs(quantizers, kept)
     return found if found.is_possible and found.is_usable() else None

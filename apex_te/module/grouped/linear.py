@@ -63,6 +63,7 @@ class GroupedLinear(ParallelModule):
     num_gemms: int
     in_features: int
     out_features: int
+    can_keep_weights = False  # empty groups record no amax
 
     @named_arguments()
     def __init__(

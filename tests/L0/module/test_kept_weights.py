@@ -13,12 +13,13 @@ import apex_te
 from apex_te import fp8_autocast, fp8_model_init, keep_fp8_weights
 from apex_te.fp8.scheme.block import BlockQuantizer
 from apex_te.module._core import kept_weights
+from apex_te.module.grouped.linear import GroupedLinear
 from apex_te.module.layer_norm_linear import LayerNormLinear
 from apex_te.module.layer_norm_mlp import LayerNormMLP
 from apex_te.module.linear import Linear
 from apex_te.module.transformer_layer import TransformerLayer
 from apex_te.optimizers import FusedAdam, FusedLAMB, FusedSGD
-from apex_te.recipe import BlockScaling, DelayedScaling
+from apex_te.recipe import BlockScaling, CurrentScaling, DelayedScaling
 
 WIDTH = 64
 KINDS = {
@@ -33,9 +34,10 @@ KINDS = {
 RECIPES = SCHEMES | {
     "first step": FIRST_STEP,
     "most recent": DelayedScaling(amax_history_len=3, amax_compute_algo="most_recent", interval=2),
+    "tensorwise, powers of two": CurrentScaling(pow2=True, eps=1e-3),
     "server": BlockScaling(scales="server", eps=1e-4),
 }
-KEPT = ("delayed", "blockwise")
+KEPT = ("delayed", "tensorwise", "blockwise")
 
 
 def build(kind="LayerNormMLP", device="cpu", **more):
@@ -150,6 +152,33 @@ def test_no_forward_casts_what_the_step_wrote(device, casts, recipe):
     assert not any(casts[2:])
 
 
+def test_current_scaling_casts_once_a_step(device, casts):
+    """Both copies at the first of three microbatches."""
+    model = build("Linear", device)
+    keep_fp8_weights(model)
+    optimizer = adam(model.parameters())
+    for step in range(4):
+        for i in range(3):
+            with fp8_autocast(RECIPES["tensorwise"]):
+                out = model(batch(device, 3 * step + i))
+            out.square().mean().backward()
+        optimizer.step()
+    assert casts == [True, False, False] * 4
+
+
+@pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear", "LayerNormMLP"])
+@pytest.mark.parametrize("recipe", KEPT)
+def test_programs_read_kept_copies(recipe, kind):
+    """From the third step on a program runs the forward, and another the backward."""
+    model = build(kind)
+    keep_fp8_weights(model)
+    train(model, adam(model.parameters()), RECIPES[recipe], 4)
+    (programs,) = [p for p in model._modes.programs.values() if p.kept]
+    (known,) = programs._known.values()
+    assert known.program is not None
+    assert all(backward.program is not None for backward in known.backwards.values())
+
+
 def test_the_step_writes_the_copies_of_a_cast(device):
     """Data and scales, before any forward could cast again."""
     for recipe in (RECIPES["delayed"], RECIPES["blockwise"]):
@@ -251,7 +280,7 @@ CHANGES = [
 @pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__.strip("_"))
 @pytest.mark.parametrize("recipe", KEPT)
 def test_changes_between_steps(device, recipe, change):
-    if recipe == "blockwise" and change in (_reset, _new_scale):
+    if recipe != "delayed" and change in (_reset, _new_scale):
         pytest.skip("there is no scale to change")
 
     def between(model, optimizer, step):
@@ -408,7 +437,7 @@ def test_nan_weights(device):
         assert torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
 
 
-@pytest.mark.parametrize("recipe", KEPT)
+@pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
 def test_a_backward_after_the_step_is_refused(device, recipe):
     model = build("Linear", device)
     keep_fp8_weights(model)
@@ -444,6 +473,24 @@ def test_weights_that_do_not_take_part(device):
         ]  # fmt: skip
         for a, b in zip(*found, strict=True):
             assert torch.equal(a.float(), b.float()), name
+
+
+@pytest.mark.parametrize("recipe", KEPT)
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("single", [False, True])
+def test_weights_of_groups(device, recipe, on_device, single):
+    splits = [16, 0, 12, 4]
+    splits = torch.tensor(splits, dtype=torch.int32, device=device) if on_device else splits
+    torch.manual_seed(3)
+    model = GroupedLinear(4, WIDTH, WIDTH, device=device, single_parameter=single)
+    other = copy.deepcopy(model)
+    keep_fp8_weights(other)
+    found = [
+        train(m, adam(m.parameters()), RECIPES[recipe], 4, device,
+              call=lambda x, m=m: m(x.view(-1, WIDTH), splits))
+        for m in (model, other)
+    ]  # fmt: skip
+    assert_equal(found[1], found[0])
 
 
 def test_turned_off_and_copied(device):

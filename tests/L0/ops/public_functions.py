@@ -66,6 +66,8 @@ OTHERS = {
     "multi_tensor.dense",
     "multi_tensor.mark_written",
     "multi_tensor.workspace",
+    "multi_tensor_optim.adam_with_casts",
+    "multi_tensor_optim.check_kept_scales",
     "peer_exchange.await_rank",
     "peer_exchange.join",
     "peer_exchange.send",
