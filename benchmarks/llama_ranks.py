@@ -11,18 +11,16 @@ from unittest import mock
 
 import harness
 import torch
+import transformer_stacks as stacks
 from torch import distributed
 from torch.distributed.fsdp import fully_shard
-from transformer_stacks import SHAPES
-from transformer_stacks import layer as layer_of
 
-import apex_te
 from apex_te import recipe
 from apex_te.comm import collectives
 from apex_te.distributed.fsdp.fp8_all_gather import enable_fp8_all_gather
 from apex_te.module._core import tensor_parallel as _tensor_parallel
 
-HIDDEN, TOKENS, BATCH = SHAPES["Llama-3-8B"]["hidden"], 4096, 2
+HIDDEN, TOKENS, BATCH = stacks.SHAPES["Llama-3-8B"]["hidden"], 4096, 2
 
 
 @contextmanager
@@ -38,8 +36,8 @@ def rank_of_job() -> Iterator[int]:
 def layer(ranks: int = 1, group: Any = None) -> torch.nn.Module:
     """Makes the layer, with tensor and sequence parallelism over several ranks."""
     split = ranks > 1
-    return layer_of(
-        **SHAPES["Llama-3-8B"], attn_input_format="sbhd", set_parallel_mode=split,
+    return stacks.layer(
+        **stacks.SHAPES["Llama-3-8B"], attn_input_format="sbhd", set_parallel_mode=split,
         sequence_parallel=split, tp_group=group, tp_size=ranks,
     )  # fmt: skip
 
@@ -55,19 +53,8 @@ def sharded(layers: int, gathers: recipe.Recipe | None, mesh: Any = None) -> tor
 
 
 def step(module: torch.nn.Module, tokens: int, fp8: bool) -> Callable[[], None]:
-    x = torch.randn(tokens, BATCH, HIDDEN, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    dy = torch.randn_like(x)
-    scaling = recipe.DelayedScaling()
-
-    def run() -> None:
-        x.grad = None
-        for parameter in module.parameters():
-            parameter.grad = None
-        with apex_te.fp8_autocast(fp8, scaling):
-            y = module(x)
-        y.backward(dy)
-
-    return run
+    region = stacks.our_autocast(recipe.DelayedScaling() if fp8 else None)
+    return stacks.step(module, region, (tokens, BATCH, HIDDEN))
 
 
 def without_peer_memory() -> AbstractContextManager[Any]:

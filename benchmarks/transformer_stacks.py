@@ -146,11 +146,11 @@ def our_autocast(scaling: recipe.Recipe | None) -> Autocast:
 
 
 def step(
-    module: torch.nn.Module, autocast: Autocast, size: tuple[int, int, int], **options: Any
+    module: torch.nn.Module, autocast: Autocast, size: tuple[int, ...], **options: Any
 ) -> Callable[[], None]:
     """Returns one forward and backward on random data, gradients dropped before.
 
-    ``size`` is batch, tokens, hidden size; ``options`` are further arguments of the layer.
+    ``size`` is that of the input; ``options`` are further arguments of the layer.
     """
     x = torch.randn(*size, device="cuda", dtype=DTYPE, requires_grad=True)
     dy = torch.randn_like(x)

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import harness
 import lora_stack
-from bench_lora import times_in_turns
+from bench_lora import step_of, times_in_turns
 
 import apex_te
 from apex_te import from_torch
@@ -147,20 +147,6 @@ def with_adapters(stack: nn.Sequential, decoded: bool, fused: bool) -> nn.Sequen
     return stack
 
 
-def forward_backward(
-    model: nn.Module, in_fp8: bool, x: torch.Tensor, dy: torch.Tensor
-) -> Callable[[], list[torch.Tensor]]:
-    """Returns a step that returns the gradients of what is trained."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-
-    def step() -> list[torch.Tensor]:
-        with apex_te.fp8_autocast(enabled=in_fp8, fp8_recipe=RECIPE):
-            out = model(x)
-        return list(torch.autograd.grad(out, trained, dy))
-
-    return step
-
-
 def inputs(sizes: Sizes, device: str) -> tuple[torch.Tensor, torch.Tensor]:
     torch.manual_seed(2)
     x, dy = torch.randn(
@@ -199,7 +185,7 @@ def weights_and_lora(held: Weights, plain: Weights, sizes: Sizes, device: str) -
     reference = None
     for name, (weights, kind, decoded, fused) in contenders.items():
         stack = with_adapters(stack_of(weights, sizes, kind, False, device), decoded, fused)
-        step = forward_backward(stack, weights is held, x, dy)
+        step = step_of(stack, RECIPE if weights is held else None, x, dy)
         step()
         gradients, _, peak = harness.memory(step)
         reference = reference or gradients
@@ -226,7 +212,7 @@ def full(held: Weights, plain: Weights, sizes: Sizes, device: str) -> Iterator[R
         gib = sum(map(lora_stack.tensor_bytes, stack.parameters())) / 2**30
         trained = list(stack.parameters())
         optimizer = FusedAdam(trained, lr=1e-5, master_weights=True)
-        gradients = forward_backward(stack, in_fp8, x, dy)
+        gradients = step_of(stack, RECIPE if in_fp8 else None, x, dy)
 
         def step(
             trained: list[nn.Parameter] = trained,

@@ -37,27 +37,13 @@ TINY = {"hidden": 256, "ffn": 512, "heads": 4, "groups": 4, "llama": True}
 Step = Callable[[], None]
 
 
-def linear_step(module: torch.nn.Module, recipe: Any) -> Step:
-    """Returns a step of a linear layer in a region with ``recipe``, off for None."""
-    x = torch.randn(128, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    dy = torch.randn(128, 256, device="cuda", dtype=torch.bfloat16)
-    parameters = list(module.parameters())
-
-    def run() -> None:
-        for tensor in (x, *parameters):
-            tensor.grad = None
-        with apex_te.fp8_autocast(enabled=recipe is not None, fp8_recipe=recipe):
-            y = module(x)
-        y.backward(dy)
-
-    return run
-
-
 def linear_steps() -> dict[str, Step]:
     options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
-    steps = {"torch bf16": linear_step(torch.nn.Linear(256, 256, **options), None)}
+    plain, size = torch.nn.Linear(256, 256, **options), (128, 256)
+    steps = {"torch bf16": stacks.step(plain, stacks.our_autocast(None), size)}
     for name, recipe in RECIPES.items():
-        steps[f"apex_te {name}"] = linear_step(apex_te.Linear(256, 256, **options), recipe)
+        layer, region = apex_te.Linear(256, 256, **options), stacks.our_autocast(recipe)
+        steps[f"apex_te {name}"] = stacks.step(layer, region, size)
     return steps
 
 

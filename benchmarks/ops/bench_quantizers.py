@@ -5,27 +5,37 @@ blocks 4 for 128 elements, MX 1/32, rows one each. A current scale reads 2 once 
 what the second kernel finds in the L2 cache is not subtracted, so a figure may exceed a copy's.
 Decoding to bf16: read 1 and the scales, write 2. row_quantize reads x twice for each copy. An
 element's HiF8 encoding takes a product, a shift and a look-up of one byte in shared memory.
+qkv_cast is beside copies and a cast of torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import harness
 import torch
 
+from apex_te.module._core.heads import HeadLayout
 from apex_te.ops import hif8
 from apex_te.ops.block_quantize import block_dequantize, block_quantize
 from apex_te.ops.byte_transpose import byte_transpose
+from apex_te.ops.cast_transpose import cast_transpose
 from apex_te.ops.current_scale import current_scale, tensor_amax
 from apex_te.ops.mx_quantize import mx_dequantize, mx_quantize
+from apex_te.ops.qkv_cast import qkv_cast_grad, qkv_cast_weight
 from apex_te.ops.row_quantize import row_quantize
 
 SHAPES = [(16384, 4096), (16384, 14336), (4096, 4096), (16384, 3584)]
 TENSOR_SHAPES = [(16384, 4096), (16384, 14336), (14336, 4096), (4096, 4096), (2048, 4096)]
 BYTE_SHAPES = [(16384, 4096), (16384, 14336), (8192, 4096), (4096, 4096), (16383, 4095)]
-E4M3 = torch.float8_e4m3fn
+CAST_SHAPES = [(16384, 4096), (16384, 14336), (14336, 4096), (4096, 4096), (16384, 3584)]
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+SIZE, HIDDEN = (
+    128,
+    4096,
+)  # of qkv_cast: Llama-3-8B's, with 8 groups of 4 queries, and GPT's 32 heads
 BLOCKS = ((1, "1x128"), (128, "128x128"))
 
 
@@ -220,3 +230,87 @@ def byte_rows(shape: tuple[int, int]) -> Iterator[harness.Row]:
 def bytes_in_graph() -> Iterator[harness.Row]:
     small = torch.randint(0, 256, (64, 4096), dtype=torch.uint8, device="cuda")
     yield harness.in_graph("byte_transpose", partial(byte_transpose, small))
+
+
+@harness.case("cast_transpose", CAST_SHAPES)
+def cast_rows(shape: tuple[int, int]) -> Iterator[harness.Row]:
+    x = harness.normal(*shape)
+    one, amax = torch.ones(1, device="cuda"), torch.zeros(1, device="cuda")
+    scale_inv = torch.empty(1, device="cuda")
+    layouts = {name: (copies, outputs) for name, copies, outputs in harness.layouts(x, E4M3)}
+    layouts["both + dbias"] = (2, {**layouts["both"][1], "with_dbias": True})
+    for name, (copies, options) in layouts.items():
+        num_bytes = x.numel() * (2 + copies)
+        ours = harness.kernel_us(
+            lambda o=options: cast_transpose(x, one, E4M3, amax=amax, scale_inv=scale_inv, **o)
+        )
+        copy = harness.copy_us(num_bytes)
+        yield {
+            "shape": harness.text_of(shape),
+            "outputs": name,
+            **ours,
+            "TB/s": harness.terabytes_per_second(num_bytes, ours["us"]),
+            "copy us": copy["us"],
+            "of copy": copy["us"] / ours["us"],
+        }
+
+
+def gradient_calls(
+    tokens: int, groups: int, repeats: int, with_dbias: bool
+) -> tuple[int, Callable[[], Any], Callable[[], Any]]:
+    """Bytes that a cast of gradients moves, the cast, and torch's way to the same copies."""
+    layout = HeadLayout("thd", repeats, groups, SIZE, True)
+    heads = [harness.normal(tokens, n, SIZE) for n in (groups * repeats, groups, groups)]
+    features = groups * (repeats + 2) * SIZE
+    one, amax = torch.ones(1, device="cuda"), torch.zeros(1, device="cuda")
+
+    def ours() -> None:
+        qkv_cast_grad(
+            *heads, one, E5M2, interleaved=True, amax=amax, with_dbias=with_dbias,
+            pad_columnwise=True,
+        )  # fmt: skip
+
+    def torchs() -> None:
+        x = layout.joined(heads, (tokens, features))
+        cast_transpose(x, one, E5M2, amax=amax, with_dbias=with_dbias)
+
+    return 4 * tokens * features, ours, torchs
+
+
+def weight_calls(
+    groups: int, repeats: int, columnwise: bool
+) -> tuple[int, Callable[[], Any], Callable[[], Any]]:
+    """Bytes that a cast of the weight moves, the cast, and the cast without another order."""
+    weight = harness.normal(groups * (repeats + 2) * SIZE, HIDDEN)
+    one, amax = torch.ones(1, device="cuda"), torch.zeros(1, device="cuda")
+
+    def ours() -> None:
+        qkv_cast_weight(
+            weight, one, E4M3, repeats=repeats, groups=groups, columnwise=columnwise, amax=amax
+        )
+
+    def plain() -> None:
+        cast_transpose(weight, one, E4M3, columnwise=columnwise, amax=amax)
+
+    return (3 + columnwise) * weight.numel(), ours, plain
+
+
+@harness.case("qkv_cast")
+def qkv_rows() -> Iterator[harness.Row]:
+    calls = {}
+    for tokens in (8192, 8190):
+        for groups, repeats in ((8, 4), (32, 1)):
+            for dbias in (False, True):
+                name = f"gradient {tokens} x {groups} x {repeats + 2}{' + dbias' * dbias}"
+                calls[name] = gradient_calls(tokens, groups, repeats, dbias)
+    calls["weight 8 x 6, rowwise"] = weight_calls(8, 4, False)
+    calls["weight 8 x 6, both"] = weight_calls(8, 4, True)
+    for name, (num_bytes, call, other) in calls.items():
+        ours, copy = harness.kernel_us(call), harness.copy_us(num_bytes)
+        yield {
+            "case": name,
+            **ours,
+            "TB/s": harness.terabytes_per_second(num_bytes, ours["us"]),
+            "of copy": copy["us"] / ours["us"],
+            "other way us": harness.kernel_us(other)["us"],
+        }
