@@ -185,7 +185,7 @@ def _reordered(owner: str, batch: Any, size: int, dim: int, is_joining: bool) ->
 
 
 def whole_tokens(axis_name: str, tokens: int) -> int:
-    """Returns the number of tokens of sequences of which an array has ``tokens``."""
+    """Returns the length of sequences, whose part in an array is ``tokens`` long."""
     size, is_manual = axis_of(_NAME, "axis_name", axis_name)
     return tokens * size if is_manual else tokens
 
@@ -203,7 +203,7 @@ def token_positions(axis_name: str, tokens: int, causal_load_balanced: bool) -> 
 
 
 class _Split(NamedTuple):
-    """How sequences are split over the devices of an axis, and what their queries see."""
+    """Sequences that are split over the devices of an axis, and what their queries see."""
 
     axis: str
     size: int
