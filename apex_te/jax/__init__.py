@@ -28,11 +28,14 @@ __all__ = [
 ]  # fmt: skip
 if _typing.TYPE_CHECKING:  # for type checkers, which do not know other names
     from . import attention as attention
+    from . import context_parallel as context_parallel
     from . import dense as dense
     from . import flax as flax
     from . import ops as ops
     from . import optimizers as optimizers
     from . import state as state
 else:
-    _SUBMODULES = ("attention", "dense", "flax", "ops", "optimizers", "state")
+    _SUBMODULES = (
+        "attention", "context_parallel", "dense", "flax", "ops", "optimizers", "state",
+    )  # fmt: skip
     __getattr__, __dir__ = _attach(__name__, dict.fromkeys(_SUBMODULES, ""))

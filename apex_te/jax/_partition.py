@@ -40,6 +40,37 @@ def vary_alike(operands: Sequence[Any]) -> list[Any]:
     ]
 
 
+def axis_of(owner: str, argument: str, name: Any) -> tuple[int, bool]:
+    """Returns the extent of an axis of the present mesh, and whether it is Manual.
+
+    Errors name ``owner`` and its ``argument``.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if not isinstance(name, str):
+        raise TypeError(
+            f"{owner}: {argument} must be the name of a mesh axis, got {type(name).__name__}"
+        )
+    if name not in mesh.axis_names:
+        raise ValueError(
+            f"{owner}: {argument} must be an axis of the mesh of jax.shard_map or jax.set_mesh,"
+            f" whose axes are {list(mesh.axis_names)}, got {name!r}"
+        )
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    return mesh.shape[name], kinds[name] is AxisType.Manual
+
+
+def free_axes(names: Iterable[str | None], *extents: int) -> _Axes:
+    """Returns those names that are axes of the present mesh and not Manual.
+
+    It is none of them unless their devices together divide the extents.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    found = tuple(name for name in names if name in kinds and kinds[name] is not AxisType.Manual)
+    size = math.prod(mesh.shape[name] for name in found)
+    return () if any(extent % size for extent in extents) else found
+
+
 def varying_along(arrays: Iterable[Any]) -> frozenset[str]:
     """Returns the axes of a ``shard_map`` along which any of some arrays may differ."""
     return frozenset[str]().union(*(_varying_axes(jax.typeof(x)) for x in arrays))

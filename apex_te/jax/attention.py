@@ -66,9 +66,9 @@ def dot_product_attention(
     Returns:
         [b, sq, h, dv] in query's dtype.
     """
-    shape = _checked_shapes(query, key, value)
+    shape = checked_shapes(query, key, value)
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
-    is_causal, window = _checked_kind(attn_mask_type, window_size)
+    is_causal, window = checked_kind(attn_mask_type, window_size)
     mask = _checked_mask(attn_mask_type, mask, shape)
     if not 0.0 <= dropout_rate < 1.0:
         raise ValueError(
@@ -83,19 +83,21 @@ def dot_product_attention(
     bias = _checked_bias(attn_bias_type, bias, shape)
     if bias is not None and attn_bias_type == "pre_scale_bias":
         bias = bias * scale
-    starts_at_0 = isinstance(query_start, int) and query_start == 0
-    fused = functools.partial(_fused, scale=scale, is_causal=is_causal, window=window)
+    is_static = isinstance(query_start, int)
+    fused = functools.partial(
+        _fused, scale=scale, is_causal=is_causal, window=window, query_start=query_start
+    )
     if implementation == "cudnn" or (
         implementation is None
-        and starts_at_0
+        and is_static
         and dropout_rate == 0.0
         and not float32_logits
         and _cudnn_takes(fused, query, key, value, mask, bias)
     ):
-        if dropout_rate > 0.0 or not starts_at_0:
+        if dropout_rate > 0.0 or not is_static:
             raise ValueError(
-                f'{_NAME}: implementation must be "xla" with dropout_rate or query_start, got'
-                ' "cudnn"'
+                f'{_NAME}: implementation must be "xla" with dropout_rate or a query_start'
+                ' that is an array, got "cudnn"'
             )
         return fused(query, key, value, mask, bias)
     visible = _visible(mask, is_causal, window, shape[2], shape[3], query_start)
@@ -104,7 +106,7 @@ def dot_product_attention(
     return _plain(query, key, value, visible, bias, scale, dropout_rate, dropout_key)
 
 
-def _checked_shapes(query: Any, key: Any, value: Any) -> tuple[int, int, int, int]:
+def checked_shapes(query: Any, key: Any, value: Any) -> tuple[int, int, int, int]:
     """Checks dtypes and shapes of queries, keys and values; returns [b, h, sq, sk]."""
     query = _checks.has_dtype(_NAME, "query", query, _checks.FLOATS)
     for name, x in (("query", query), ("key", key), ("value", value)):
@@ -121,7 +123,7 @@ def _checked_shapes(query: Any, key: Any, value: Any) -> tuple[int, int, int, in
     return b, h, sq, sk
 
 
-def _checked_kind(mask_type: str, window_size: Any) -> tuple[bool, tuple[int, int] | None]:
+def checked_kind(mask_type: str, window_size: Any) -> tuple[bool, tuple[int, int] | None]:
     """Returns whether a mask type is causal, and the window, (-1, 0) or narrower if it is."""
     if mask_type not in MASK_TYPES:
         raise ValueError(
@@ -221,7 +223,11 @@ def _plain(
         logits = logits + bias.astype(jnp.float32)
     if visible is not None:
         logits = jnp.where(visible, logits, _HIDDEN)
-    weights = jax.nn.softmax(logits, axis=-1)
+    # A softmax without a division, which XLA rounds differently from program to program.
+    weights = jnp.exp(
+        logits - jax.lax.stop_gradient(logits.max(-1, keepdims=True, initial=-jnp.inf))
+    )
+    weights = weights * (1.0 / weights.sum(-1, keepdims=True))
     if visible is not None:
         # Of rows without visible keys, too, whose softmax is not 0.
         weights = jnp.where(visible, weights, 0.0)
@@ -244,9 +250,15 @@ def _fused(
     scale: float,
     is_causal: bool,
     window: tuple[int, int] | None,
+    query_start: int,
 ) -> jax.Array:
     """Attends by cuDNN's fused kernels, which hide scores by a finite bias."""
     sq, sk = query.shape[1], key.shape[1]
+    if query_start and (is_causal or window is not None):
+        # cuDNN's causal masks and windows begin at the first key.
+        visible = _visible(mask, is_causal, window, sq, sk, query_start)
+        assert visible is not None
+        mask, is_causal, window = ~visible, False, None
     local = None
     if window is not None:
         left, right = (sk if n < 0 else n for n in window)

@@ -16,6 +16,7 @@ def rotary_pos_emb(
     windows: tuple[int, int] = (1, 10000),
     group_method: str = "consecutive",
     start: int | jax.Array = 0,
+    positions: jax.Array | None = None,
 ) -> jax.Array:
     """Rotates each pair of a head's elements by an angle that grows with the position.
 
@@ -26,6 +27,7 @@ def rotary_pos_emb(
         windows: (low, high), the range of the pairs' time scales; i = 0 has low.
         group_method: "consecutive" for pairs (2 i, 2 i + 1), "alternate" for (i, i + d / 2).
         start: position of the first token.
+        positions: [s], positions of all tokens, instead of ``start``.
 
     Raises:
         ValueError: ``group_method`` is unknown, ``x`` does not have 4 dimensions, or d is odd.
@@ -43,7 +45,8 @@ def rotary_pos_emb(
     low, high = windows
     # All in float32, with 64-bit types enabled, too.
     scales = low * (high / low) ** (2 * jnp.arange(size // 2, dtype=jnp.float32) / size)
-    positions = (start + jnp.arange(x.shape[1])).astype(jnp.float32)
-    angles = positions[:, None] / scales
+    if positions is None:
+        positions = start + jnp.arange(x.shape[1])
+    angles = positions.astype(jnp.float32)[:, None] / scales
     is_interleaved = GROUP_METHODS[group_method]
     return rope(x, angles, layout="bshd", interleaved=is_interleaved, rotary_dim=size)

@@ -12,13 +12,13 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from ..attention import MASK_TYPES, dot_product_attention
+from ..context_parallel import context_parallel_attention, token_positions
 from ..joined_columns import joined_columns
 from ..product import can_fuse_norm
 from ..region import active_recipe
 from ..rotary import rotary_pos_emb
 from . import logical_axes as axes
 from .module import (
-    Axes,
     DenseGeneral,
     Initializer,
     LayerNormDenseGeneral,
@@ -57,6 +57,10 @@ class DotProductAttention(TransformerEngineBase):
         transpose_batch_sequence: inputs and results are [s, b, ...] instead of [b, s, ...].
         window_size: (left, right), numbers of keys before and after its own position that a query
             sees; -1 means no limit, None no limits.
+        context_parallel_axis: mesh axis over which sequences are split, for context parallelism;
+            "" splits none. ``init`` needs no mesh. Without dropout of attention weights.
+        context_parallel_strategy, context_parallel_causal_load_balanced: as ``strategy`` and
+            ``causal_load_balanced`` in ``context_parallel_attention``.
     """
 
     head_dim: int
@@ -72,6 +76,9 @@ class DotProductAttention(TransformerEngineBase):
     scale_factor: float | None = None
     transpose_batch_sequence: bool = False
     window_size: tuple[int, int] | None = None
+    context_parallel_axis: str = ""
+    context_parallel_strategy: str = "DEFAULT"
+    context_parallel_causal_load_balanced: bool = False
 
     @nn.compact
     def __call__(
@@ -108,7 +115,15 @@ class DotProductAttention(TransformerEngineBase):
                     f" {self.head_dim}, got {list(x.shape)}"
                 )
         rate = 0.0 if deterministic else self.attention_dropout
-        out = dot_product_attention(
+        attend: Any = dot_product_attention
+        if self.context_parallel_axis and not self.is_initializing():
+            attend = functools.partial(
+                context_parallel_attention,
+                axis_name=self.context_parallel_axis,
+                strategy=self.context_parallel_strategy,
+                causal_load_balanced=self.context_parallel_causal_load_balanced,
+            )
+        out = attend(
             q,
             k,
             v,
@@ -205,8 +220,9 @@ class MultiHeadAttention(TransformerEngineBase):
 
     Attributes:
         head_dim, num_attention_heads, num_gqa_groups, attention_dropout, attn_mask_type,
-        attn_bias_type, dropout_rng_name, float32_logits, window_size: as in
-            ``DotProductAttention``.
+        attn_bias_type, dropout_rng_name, float32_logits, window_size, context_parallel_axis,
+        context_parallel_strategy, context_parallel_causal_load_balanced: as in
+            ``DotProductAttention``. Masks and biases are those of whole sequences.
         input_layernorm: normalise ``inputs_q``, which in self attention is the only input.
         layernorm_type, zero_centered_gamma: as in ``LayerNorm``.
         layernorm_epsilon: added to the variance.
@@ -264,6 +280,9 @@ class MultiHeadAttention(TransformerEngineBase):
     num_heads: int | None = None
     dropout_rate: float | None = None
     fuse_qkv: bool | None = None
+    context_parallel_axis: str = ""
+    context_parallel_strategy: str = "DEFAULT"
+    context_parallel_causal_load_balanced: bool = False
 
     @nn.compact
     def __call__(
@@ -298,6 +317,12 @@ class MultiHeadAttention(TransformerEngineBase):
             raise ValueError(
                 "MultiHeadAttention: decode must be False in cross attention, got True"
             )
+        if self.context_parallel_axis and (decode or self.enable_sequence_parallel):
+            raise NotImplementedError(
+                "MultiHeadAttention: decode and enable_sequence_parallel must be False with"
+                f" context_parallel_axis {self.context_parallel_axis!r}, got {decode} and"
+                f" {self.enable_sequence_parallel}"
+            )
         q, k, v, normed = self._projected(inputs_q, inputs_kv)
         start: int | jax.Array = 0
         index = self._index() if decode else None
@@ -310,7 +335,7 @@ class MultiHeadAttention(TransformerEngineBase):
                 group_method=self.rotary_pos_emb_group_method,
                 start=start,
             )
-            q, k = rotate(q), rotate(k)
+            q, k = (rotate(x, positions=self._positions(x)) for x in (q, k))
         kind = self.attn_mask_type
         if index is not None:
             k, v, mask, kind = self._cached(k, v, mask, index)
@@ -330,12 +355,15 @@ class MultiHeadAttention(TransformerEngineBase):
             scale_factor=self.head_dim**-0.5 if self.scale_attn_logits else 1.0,
             transpose_batch_sequence=False,
             window_size=self.window_size,
+            context_parallel_axis=self.context_parallel_axis,
+            context_parallel_strategy=self.context_parallel_strategy,
+            context_parallel_causal_load_balanced=self.context_parallel_causal_load_balanced,
         )(q, k, v, mask, bias, deterministic=deterministic, query_start=start)
         if index is not None and not self.is_initializing():
             x = jnp.where(start + jnp.arange(x.shape[1])[:, None, None] < k.shape[1], x, jnp.nan)
         x = checkpoint_name(self._sequence_first(x), "context")
         x = x.reshape(*x.shape[:2], heads * self.head_dim)
-        x = placed(x, (*self._leading(False), axes.HIDDEN_TP))
+        x = placed(x, (*axes.leading(self, False), axes.HIDDEN_TP))
         out = self._kind(DenseGeneral)(
             features=inputs_q.shape[-1],
             kernel_init=self._kernel_init,
@@ -390,6 +418,14 @@ class MultiHeadAttention(TransformerEngineBase):
             )
         return heads
 
+    def _positions(self, x: jax.Array) -> jax.Array | None:
+        """Returns the positions of tokens [b, s, ..] of split sequences, None for others."""
+        if not self.context_parallel_axis or self.is_initializing():
+            return None
+        return token_positions(
+            self.context_parallel_axis, x.shape[1], self.context_parallel_causal_load_balanced
+        )
+
     @property
     def _kernel_init(self) -> Initializer:
         return self.kernel_init or nn.initializers.variance_scaling(1.0, "fan_in", "normal")
@@ -407,12 +443,6 @@ class MultiHeadAttention(TransformerEngineBase):
             return jnp.concatenate(kernels, axis=1)
 
         return init
-
-    def _leading(self, is_split: bool) -> Axes:
-        """Returns the logical axes of batch and sequence; ``is_split``: sequences are split."""
-        sequence = axes.SEQLEN_TP if is_split and self.enable_sequence_parallel else axes.SEQLEN
-        pair = (axes.BATCH, sequence)
-        return pair[::-1] if self.transpose_batch_sequence else pair
 
     def _sequence_first(self, x: jax.Array) -> jax.Array:
         """Swaps batch and sequence if inputs have the sequence first; its own inverse."""
@@ -455,8 +485,8 @@ class MultiHeadAttention(TransformerEngineBase):
             return_layernorm_output=self.return_layernorm_output,
             scale_axes=(axes.W_NO_SHARD,),
             ln_bias_axes=(axes.W_NO_SHARD,),
-            layernorm_input_axes=(*self._leading(True), axes.HIDDEN),
-            dot_input_axes=(*self._leading(False), axes.HIDDEN),
+            layernorm_input_axes=(*axes.leading(self), axes.HIDDEN),
+            dot_input_axes=(*axes.leading(self, False), axes.HIDDEN),
             **first,
         )(inputs_q, beside if is_self else ())
         if not is_self:
@@ -473,7 +503,7 @@ class MultiHeadAttention(TransformerEngineBase):
 
     def _split_heads(self, name: str, x: jax.Array, heads: int) -> jax.Array:
         """Returns a projection's columns ("query", "key" or "value") as [b, s, heads, size]."""
-        lead = self._leading(False)
+        lead = axes.leading(self, False)
         head: str | None = axes.HEAD
         if heads % last_dimension_parts(x, (*lead, axes.HEAD)):
             # Devices would have parts of heads: all get all of them.

@@ -81,3 +81,14 @@ def extend_logical_axis_rules(rules: Sequence[Rule]) -> tuple[Rule, ...]:
                 f" got {given[name]}"
             )
     return tuple(found)
+
+
+def leading(module: Any, is_split: bool = True) -> tuple[str, str]:
+    """Returns the logical axes of a module's batch and sequence, in its order.
+
+    ``is_split``: its option ``enable_sequence_parallel`` splits sequences.
+    """
+    sequence = SEQLEN_TP if is_split and module.enable_sequence_parallel else SEQLEN
+    if module.context_parallel_axis:
+        sequence = SEQLEN_CP
+    return (sequence, BATCH) if module.transpose_batch_sequence else (BATCH, sequence)

@@ -10,9 +10,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from ..context_parallel import whole_tokens
 from . import logical_axes as axes
 from .attention import MultiHeadAttention
-from .module import Axes, Initializer, LayerNorm, LayerNormMLP, TransformerEngineBase, placed
+from .module import Initializer, LayerNorm, LayerNormMLP, TransformerEngineBase, placed
 from .relative_position import RelativePositionBiases
 
 __all__ = ["TransformerLayer", "TransformerLayerType"]
@@ -67,8 +68,9 @@ class TransformerLayer(TransformerEngineBase):
             buckets up to the distance 128.
         enable_rotary_pos_emb, rotary_pos_emb_windows, rotary_pos_emb_group_method,
         low_rank_adaptation_scope, low_rank_adaptation_dim, low_rank_adaptation_alpha,
-        fuse_qkv_params, enable_sequence_parallel, scale_attn_logits, scaled_query_init: as in
-            ``MultiHeadAttention``.
+        fuse_qkv_params, enable_sequence_parallel, scale_attn_logits, scaled_query_init,
+        context_parallel_axis, context_parallel_strategy, context_parallel_causal_load_balanced: as
+            in ``MultiHeadAttention``, for self and cross attention.
         dtype: dtype of the parameters; the layer computes in that of its inputs.
         drop_path: probability that a sample skips a branch (attention, cross attention, MLP).
         transpose_batch_sequence: inputs and results are [s, b, h] instead of [b, s, h].
@@ -115,6 +117,9 @@ class TransformerLayer(TransformerEngineBase):
     scale_attn_logits: bool = False
     scaled_query_init: bool = True
     window_size: tuple[int, int] | None = None
+    context_parallel_axis: str = ""
+    context_parallel_strategy: str = "DEFAULT"
+    context_parallel_causal_load_balanced: bool = False
 
     @nn.compact
     def __call__(
@@ -144,6 +149,12 @@ class TransformerLayer(TransformerEngineBase):
         """
         x = self._input(inputs)
         self._check(x, encoded, encoder_decoder_mask, decode)
+        if self.context_parallel_axis and self.drop_path > 0.0 and not deterministic:
+            raise NotImplementedError(
+                "TransformerLayer: drop_path must be 0 with context_parallel_axis"
+                f" {self.context_parallel_axis!r}, as devices may drop different samples, got"
+                f" {self.drop_path}"
+            )
         is_decoder = self.layer_type is TransformerLayerType.DECODER
         x = self._constrained(x)
         bias = self._relative_biases(x, is_decoder, max_decode_length if decode else None)
@@ -206,14 +217,8 @@ class TransformerLayer(TransformerEngineBase):
                 " TransformerLayerType.ENCODER, got another value"
             )
 
-    def _leading(self, is_split: bool = True) -> Axes:
-        """Returns the logical axes of batch and sequence; ``is_split``: sequences are split."""
-        sequence = axes.SEQLEN_TP if is_split and self.enable_sequence_parallel else axes.SEQLEN
-        pair = (axes.BATCH, sequence)
-        return pair[::-1] if self.transpose_batch_sequence else pair
-
     def _constrained(self, x: jax.Array) -> jax.Array:
-        return placed(x, (*self._leading(), axes.HIDDEN))
+        return placed(x, (*axes.leading(self), axes.HIDDEN))
 
     def _relative_biases(
         self, x: jax.Array, is_decoder: bool, max_decode_length: int | None
@@ -232,6 +237,8 @@ class TransformerLayer(TransformerEngineBase):
                 name="relpos_bias",
             )
         length = max_decode_length or x.shape[0 if self.transpose_batch_sequence else 1]
+        if self.context_parallel_axis and not self.is_initializing():
+            length = whole_tokens(self.context_parallel_axis, length)
         return module(length, length, not is_decoder)
 
     def _attention(self, name: str, **options: Any) -> MultiHeadAttention:
@@ -263,6 +270,9 @@ class TransformerLayer(TransformerEngineBase):
             scaled_query_init=self.scaled_query_init,
             float32_logits=self.float32_attention_logits,
             window_size=self.window_size,
+            context_parallel_axis=self.context_parallel_axis,
+            context_parallel_strategy=self.context_parallel_strategy,
+            context_parallel_causal_load_balanced=self.context_parallel_causal_load_balanced,
             name=name,
             **options,
         )
@@ -289,9 +299,9 @@ class TransformerLayer(TransformerEngineBase):
             intermediate_dropout_rate=self.intermediate_dropout,
             intermediate_hidden_dropout_dims=self.intermediate_dropout_dims,
             dtype=self.dtype,
-            layernorm_input_axes=(*self._leading(), axes.HIDDEN),
-            dot_1_input_axes=(*self._leading(False), axes.HIDDEN),
-            dot_2_input_axes=(*self._leading(False), axes.HIDDEN_TP),
+            layernorm_input_axes=(*axes.leading(self), axes.HIDDEN),
+            dot_1_input_axes=(*axes.leading(self, False), axes.HIDDEN),
+            dot_2_input_axes=(*axes.leading(self, False), axes.HIDDEN_TP),
             name="mlp",
         )
 

@@ -136,9 +136,16 @@ def _differentiable(
 
         dims = dict.fromkeys(others, "p c") | {"x": _RULES[layout], "cu_seqlens": "s"}
         dims["starts"] = "s" if layout == "thd" else "r"
+        tables = [name for name in others if name not in ("starts", "cu_seqlens")]
+        # Where a table has one row for each token, devices may have a part of both.
+        is_whole = len(tables) == len(others) and start == 0
+        is_whole = is_whole and all(len(others[n]) == x.shape[layout == "bshd"] for n in tables)
+        dims |= dict.fromkeys(tables if is_whole else (), "s c")
         rule = ", ".join(f"{name}: {dims[name]}" for name in inputs)
         rule = f"{rule} -> out: {_RULES[layout]}"
-        (out,) = rowwise(function, rule, body, split="r h")(*inputs.values())
+        (out,) = rowwise(function, rule, body, split="r h s" if is_whole else "r h")(
+            *inputs.values()
+        )
         return out
 
     @jax.custom_vjp
