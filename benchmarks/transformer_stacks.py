@@ -140,9 +140,9 @@ def their_layer(te: Any, **shape: Any) -> torch.nn.Module:
     return te.TransformerLayer(**_arguments(**shape))
 
 
-def our_autocast(scaling: recipe.Recipe | None) -> Autocast:
+def our_autocast(scaling: recipe.Recipe | None, **options: Any) -> Autocast:
     """Returns apex_te's context for a recipe; None is bf16."""
-    return lambda: apex_te.fp8_autocast(enabled=scaling is not None, fp8_recipe=scaling)
+    return lambda: apex_te.fp8_autocast(scaling is not None, fp8_recipe=scaling, **options)
 
 
 def step(

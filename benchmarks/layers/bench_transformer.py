@@ -11,6 +11,9 @@ after 2 s of load, where the board is at its power limit ("ms sustained", with p
 step, SM clock and throttle reasons of the same blocks). "products", "attention" and "rest" are the
 kernels' own times in a warm loop.
 
+With ``--options`` also each recipe's step with ``save="small"``, and with FusedAdam's (bf16
+parameters, fp32 master weights), without and with ``keep_fp8_weights``.
+
 Besides: delayed scaling with cached weights (``is_first_microbatch=False``), as a CUDA graph and,
 where the layer has SwiGLU in its products' epilogues, without that;
 other numbers of tokens, with the time of a token over that of the first size ("per token"), each
@@ -82,6 +85,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--block", type=float, default=0.6, help="seconds of a block")
     parser.add_argument("--peer-tokens", action="store_true", help="other tokens of TE, too")
     parser.add_argument("--kernels", action="store_true", help="print times by kernel name")
+    parser.add_argument("--options", action="store_true", help="save='small', and FusedAdam's step")
     parser.add_argument("--no-variants", action="store_true", help="recipes alone, no options")
     parser.add_argument("--name", default="transformer", help="of the results file")
     return parser.parse_args()
@@ -100,6 +104,9 @@ class Bench:
         for key in options.recipes:
             ours = stacks.our_autocast(RECIPES[key])
             self.layers[f"apex_te {key}"] = (lambda: stacks.layer(**shape), ours)
+            if options.options and RECIPES[key] is not None:
+                small = stacks.our_autocast(RECIPES[key], save="small")
+                self.layers[f"apex_te {key}, save small"] = (lambda: stacks.layer(**shape), small)
             theirs = None if te is None else stacks.their_autocast(te, key)
             if theirs is not None:
                 make = (lambda: stacks.their_layer(te, **shape), theirs)
@@ -144,6 +151,27 @@ class Bench:
             }
         return steps, peaks
 
+    def updates(self) -> dict[str, Step]:
+        """Returns steps with FusedAdam's, which casts the weights itself where they are kept."""
+        steps: dict[str, Step] = {}
+        for key in self.options.recipes:
+            for keeps in (False, True):
+                if keeps and RECIPES[key] is None:
+                    continue
+                module = stacks.layer(**self.shape)
+                if keeps:
+                    apex_te.keep_fp8_weights(module)
+                adam = apex_te.optimizers.FusedAdam(module.parameters(), master_weights=True)
+                region = stacks.our_autocast(RECIPES[key])
+                run = stacks.step(module, region, self.size(self.first))
+
+                def step(run: Step = run, update: Callable[[], Any] = adam.step) -> None:
+                    run()
+                    update()
+
+                steps[f"apex_te {key}, FusedAdam" + ", weights kept" * keeps] = step
+        return steps
+
     def variants(self) -> dict[str, Step]:
         """Returns the steps of delayed scaling with other options, such as cached weights."""
         delayed = RECIPES["delayed"]
@@ -171,6 +199,8 @@ class Bench:
         """Returns the rows of the first number of tokens, one for each stack."""
         begin = time.perf_counter()
         steps, peaks = self.steps()
+        if self.options.options:
+            steps |= self.updates()
         if not self.options.no_variants:
             steps |= self.variants()
         cold = cold_times(steps, repeats=25)
