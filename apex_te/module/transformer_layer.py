@@ -594,7 +594,7 @@ def _attended(
         # By name, since subclasses have further arguments between these.
         given = {n: v for n, v in zip(_ATTENTION, rest, strict=True) if v is not None}
         out, residual = attention(hidden_states, **given), hidden_states
-    if attention.return_max_logit:
+    if getattr(attention, "return_max_logit", False):
         *found, most = out
         largest.append(most)
         out = found[0] if len(found) == 1 else tuple(found)
