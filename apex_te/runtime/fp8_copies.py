@@ -15,7 +15,7 @@ class Casts(NamedTuple):
 
     Attributes:
         rowwise, columnwise: E4M3 ``[rows, cols]`` and ``[cols, rows]``.
-        scale_inv, columnwise_scale_inv: their inverse scales; the latter is None with one scale.
+        scale_inv, columnwise_scale_inv: their ``scale_inv``; the latter is None with one scale.
         scale, amax: fp32 ``[1]``: the scale to cast with, and the amax to be written; None in
             blocks of 128x128.
         block_rule: ``eps`` and the number of ``op_options.BLOCK_SCALES``; None with one scale.

@@ -2,9 +2,10 @@
 
 Bytes of the floor for one element of a list of bf16 tensors: amax and l2norm 2; scale 4; quantize
 3; axpby 6; adam with float32 moments and master weights 28 (read gradient 2, moments 8, master 4;
-write parameter 2, moments 8, master 4); sgd with momentum and master 20; lamb reads moments and
-master twice: 40. torch's fused optimizers move the same bytes with float32 parameters and
-gradients. Lists are prepared ones; over 1000 small tensors the host's part is what is timed.
+write parameter 2, moments 8, master 4), 30 if it also casts to both FP8 copies; sgd with momentum
+and master 20; lamb reads moments and master twice: 40. torch's fused optimizers move the same bytes
+with float32 parameters and gradients. Lists are prepared ones; over 1000 small tensors the host's
+part is what is timed.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ import torch
 
 from apex_te.ops import multi_tensor as op
 from apex_te.ops import multi_tensor_optim as optim
+from apex_te.ops.block_quantize import block_quantize
+from apex_te.ops.cast_transpose import cast_transpose
 from apex_te.runtime import tensor_list
+from apex_te.runtime.fp8_copies import Casts
 
 Lists = tuple[list[torch.Tensor], ...]
 
@@ -100,6 +104,48 @@ def optimizers(count: int, shape: tuple[int, ...]) -> dict[str, tuple[int, Any, 
     }
 
 
+def casting(count: int, shape: tuple[int, int]) -> dict[str, tuple[int, Any, dict[str, Any]]]:
+    """adam that casts what it updates, against adam and then one cast of each parameter."""
+    p, g, m, v, masters = optimizer_lists(count, shape, torch.bfloat16)
+    lists = [tensor_list(tensors) for tensors in (p, g, m, v)]
+    prepared = tensor_list(masters)
+    options: dict[str, Any] = {
+        "step": 5, "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1,
+        "adamw": True, "bias_correction": True, "masters": prepared, "inv_scale": None,
+        "found_inf": None, "unscale_grads": False,
+    }  # fmt: skip
+    one = [torch.ones(1, device="cuda") for _ in range(3)]
+    scaled, blocks, made = [], [], []
+    for x in p:
+        out = block_quantize(x, torch.float8_e4m3fn, block_rows=128)
+        made.append(out)
+        copies = out.rowwise, out.columnwise
+        scaled.append(Casts(*copies, one[0], None, one[1], one[2], None))
+        inverses = out.rowwise_scale_inv, out.columnwise_scale_inv
+        blocks.append(Casts(*copies, *inverses, None, None, (0.0, 1)))
+
+    def then_cast() -> None:
+        optim.adam(*lists, step=5, lr=1e-3, weight_decay=0.1, masters=prepared)
+        for x, out in zip(p, made, strict=True):
+            cast_transpose(
+                x, one[1], torch.float8_e4m3fn, amax=one[2], out_rowwise=out.rowwise,
+                out_columnwise=out.columnwise,
+            )  # fmt: skip
+
+    def then_blocks() -> None:
+        optim.adam(*lists, step=5, lr=1e-3, weight_decay=0.1, masters=prepared)
+        for x, out in zip(p, made, strict=True):
+            block_quantize(x, torch.float8_e4m3fn, block_rows=128, out=out)
+
+    return {
+        name: (30, functools.partial(optim.adam_with_casts, *lists, casts, **options), peers)
+        for name, casts, peers in (
+            ("adam and casts", scaled, {"adam, casts": then_cast}),
+            ("adam and block casts", blocks, {"adam, casts": then_blocks}),
+        )
+    }
+
+
 def unscale(count: int, shape: tuple[int, ...], name: str) -> dict[str, Any]:
     """``scale`` in place of float32 gradients, against what torch's GradScaler calls."""
     xs = random_list(count, shape, torch.float32)
@@ -122,6 +168,9 @@ def rows() -> Iterator[harness.Row]:
             yield harness.measure(function, name, numel * num_bytes, call, peers)
         for function, (num_bytes, call, peers) in optimizers(count, shape).items():
             yield harness.measure(function, name, numel * num_bytes, call, peers, repeats=15)
+        if len(shape) == 2:
+            for function, (num_bytes, call, peers) in casting(count, shape).items():
+                yield harness.measure(function, name, numel * num_bytes, call, peers, repeats=15)
         yield unscale(count, shape, name)
     small = maps([harness.normal(64, 4096)]) | optimizers(1, (64, 4096))
     for function, (_, call, peers) in small.items():

@@ -153,8 +153,10 @@ class KeptCopies:
         scale, staged = quantizer.known_scale(weight)
         rowwise, scale_inv, columnwise, _ = self.copies
         amax, is_equal = self.amax, self._is_equal
+        assert amax is not None
+        assert scale_inv is not None
+        assert is_equal is not None
         if is_new:
-            assert amax is not None
             amax.zero_()
             _casts.cast_transpose(
                 weight, scale, rowwise, columnwise, amax, scale_inv, None, None, None
@@ -219,7 +221,7 @@ class KeptWeights:
     def copies(
         self, fp8: ModuleFP8, gemm: int, weight: torch.Tensor, quantizer: Any, for_cache: bool
     ) -> QuantizedTensor | None:
-        """Returns FP8 copies of ``weight``; None if it must be cast. See ``KeptCopies.current``."""
+        """Returns FP8 copies of ``weight``, as ``KeptCopies.current``; None if it must be cast."""
         rule = Rule.of(quantizer)
         if rule is None or not _fits(weight):
             return None
