@@ -10,6 +10,7 @@ part is what is timed.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any

@@ -215,8 +215,8 @@ class IndependentRows(GemmBackend):
     row_multiple = 1
     rows_product: ClassVar[Callable[..., torch.Tensor]]
 
-    def __init__(self, split: tuple[bool, bool, bool], device: torch.device) -> None:
-        super().__init__(split, device)
+    def __init__(self, split: tuple[bool, bool, bool], device: torch.device, *options: Any) -> None:
+        super().__init__(split, device, *options)
         self.adds = False
 
     def multiply(self, product, a, b, a_scale_inv, b_scale_inv, **options):
