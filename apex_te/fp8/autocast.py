@@ -188,7 +188,8 @@ class fp8_autocast:
             is computed again from the norm's input, bitwise; the output of an MLP's first GEMM
             (gate and up) is held in E4M3 with a scale for each 1x128 block, and the activation is
             computed from it again, which rounds the MLP's gradients; of a weight that is joined
-            from several parameters only the columnwise FP8 copy is saved. Outputs do not change.
+            from several parameters only the columnwise FP8 copy is saved, as with
+            ``keep_columnwise_weights``. Outputs do not change.
             Norm outputs that sequence parallelism gathers in FP8 are saved as with ``"all"``, as is
             the input of a GEMM whose recipe has ``backward="dequantized"``.
 

@@ -176,6 +176,31 @@ def test_options(device, exactly_held, name, kind, option):
     assert_equal(train(other, SCHEMES[name], "small", **used), expected)
 
 
+@pytest.mark.parametrize("kind", ["LayerNormLinear", "norm returned", "swiglu", "layer"])
+@pytest.mark.parametrize("name", ["delayed", "tensorwise", "blockwise"])
+def test_scales_that_have_moved_since_forward(device, exactly_held, name, kind):
+    """Backwards of several regions after the last forward, as pipelines run them.
+
+    A joined weight is cast with the scale of forward, as with ``keep_columnwise_weights``.
+    """
+    module = build(kind, device, **({"fuse_qkv_params": True} if kind == "layer" else {}))
+    found = {}
+    for save in ("all", "small"):
+        one, outs = copy.deepcopy(module), []
+        torch.manual_seed(6)
+        for step in range(4):
+            x = (torch.randn(TOKENS, 2, WIDTH, device=device) * 4**step).requires_grad_()
+            with fp8_autocast(fp8_recipe=SCHEMES[name], save=save):
+                out = one(x)
+            outs.append((x, out[0] if isinstance(out, tuple) else out))
+        gradients = []
+        for x, out in outs:
+            parameters = [x, *(p for p in one.parameters() if p.requires_grad)]
+            gradients += torch.autograd.grad(out.square().sum(), parameters)
+        found[save] = gradients
+    assert_equal(found["small"], found["all"])
+
+
 @pytest.mark.parametrize("name", ["delayed", "tensorwise", "blockwise"])
 def test_an_mlp_that_recomputes_itself(device, name):
     module = build("swiglu", device)
