@@ -162,7 +162,7 @@ class TransformerLayer(
             )
         else:
             enc_dec_attn_mask = enc_dec_window_size = None
-        return NativeTransformerLayer.forward(
+        out: Any = NativeTransformerLayer.forward(
             self, hidden_states, attention_mask, kind, window_size, encoder_output,
             enc_dec_attn_mask, enc_dec_attn_mask_type=cross_kind,
             enc_dec_window_size=enc_dec_window_size, is_first_microbatch=is_first_microbatch,
@@ -174,3 +174,4 @@ class TransformerLayer(
             max_seqlen_kv=max_seqlen_kv, cu_seqlens_q_padded=cu_seqlens_q_padded,
             cu_seqlens_kv_padded=cu_seqlens_kv_padded,
         )  # fmt: skip
+        return out
