@@ -65,8 +65,9 @@ def free_axes(names: Iterable[str | None], *extents: int) -> _Axes:
     It is none of them unless their devices together divide the extents.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    found = tuple(name for name in names if name in kinds and kinds[name] is not AxisType.Manual)
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    free = {name for name, kind in kinds if kind is not AxisType.Manual}
+    found = tuple(name for name in names if name is not None and name in free)
     size = math.prod(mesh.shape[name] for name in found)
     return () if any(extent % size for extent in extents) else found
 
