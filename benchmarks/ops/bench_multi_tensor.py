@@ -108,7 +108,7 @@ def optimizers(count: int, shape: tuple[int, ...]) -> dict[str, tuple[int, Any, 
 def casting(count: int, shape: tuple[int, int]) -> dict[str, tuple[int, Any, dict[str, Any]]]:
     """adam that casts what it updates, against adam and then one cast of each parameter."""
     p, g, m, v, masters = optimizer_lists(count, shape, torch.bfloat16)
-    lists = [tensor_list(tensors) for tensors in (p, g, m, v)]
+    lists: tuple[Any, ...] = tuple(map(tensor_list, (p, g, m, v)))
     prepared = tensor_list(masters)
     options: dict[str, Any] = {
         "step": 5, "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1,
@@ -118,7 +118,7 @@ def casting(count: int, shape: tuple[int, int]) -> dict[str, tuple[int, Any, dic
     one = [torch.ones(1, device="cuda") for _ in range(3)]
     scaled, blocks, made = [], [], []
     for x in p:
-        out = block_quantize(x, torch.float8_e4m3fn, block_rows=128)
+        out: Any = block_quantize(x, torch.float8_e4m3fn, block_rows=128)
         made.append(out)
         copies = out.rowwise, out.columnwise
         scaled.append(Casts(*copies, one[0], None, one[1], one[2], None))
@@ -138,8 +138,9 @@ def casting(count: int, shape: tuple[int, int]) -> dict[str, tuple[int, Any, dic
         for x, out in zip(p, made, strict=True):
             block_quantize(x, torch.float8_e4m3fn, block_rows=128, out=out)
 
+    step: Any = optim.adam_with_casts
     return {
-        name: (30, functools.partial(optim.adam_with_casts, *lists, casts, **options), peers)
+        name: (30, functools.partial(step, *lists, casts, **options), peers)
         for name, casts, peers in (
             ("adam and casts", scaled, {"adam, casts": then_cast}),
             ("adam and block casts", blocks, {"adam, casts": then_blocks}),
