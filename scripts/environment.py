@@ -201,8 +201,13 @@ def main() -> None:
     if sys.version_info < (3, 10):  # noqa: UP036 - runs before anything checks it
         raise SystemExit(f"environment: Python must be 3.10 or later, got {sys.version.split()[0]}")
     if environment.path.exists() and not (environment.path / "pyvenv.cfg").exists():
-        raise SystemExit(f"environment: {environment.path} exists and is no virtual environment")
+        raise SystemExit(f"environment: {environment.path} exists and is not a virtual environment")
     if not environment.is_current():
+        if environment.path.is_symlink():  # another checkout's, which venv --clear would empty
+            raise SystemExit(
+                f"environment: {environment.path} must not be a link to an environment that does "
+                f"not fit, got a link to {environment.path.resolve()}: remove the link"
+            )
         say(f"making {environment.path} with {sys.executable}")
         environment.make()
         say("ready")

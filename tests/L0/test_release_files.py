@@ -6,6 +6,7 @@ import ast
 import hashlib
 import importlib
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -168,3 +169,16 @@ def test_workflow_covers_checks_documentation_and_wheels() -> None:
     )
     for command in (".ci/run", "make docs", "make dist", "tests/L1/releases"):
         assert command in runs
+
+
+def test_an_environment_behind_a_link_is_not_emptied(tmp_path: Path) -> None:
+    """``venv --clear`` would empty what the link points to, such as another checkout's."""
+    real, link = tmp_path / "real", tmp_path / "link"
+    real.mkdir()
+    (real / "pyvenv.cfg").touch()
+    link.symlink_to(real)
+    command = [sys.executable, str(ROOT / "scripts" / "environment.py"), str(link)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert f"{link} must not be a link" in done.stderr
+    assert (real / "pyvenv.cfg").exists()
