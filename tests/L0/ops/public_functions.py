@@ -58,6 +58,7 @@ OTHERS = {
     "grouped_gemm.has_grouped_fp8",
     "grouped_quantize.allocate",
     "grouped_quantize.allocate_blocks",
+    "grouped_quantize.check_block_rows",
     "grouped_quantize.block_values_of_columns",
     "grouped_quantize.check_rows",
     "grouped_quantize.lies_transposed",
