@@ -99,7 +99,7 @@ class Nvml:
 class PowerMeter:
     """Context in which a thread samples the counters; ``figures`` reads them for spans of time.
 
-    ``read`` is by default NVML's of the current CUDA device; without NVML there are no figures.
+    ``read`` is by default NVML's of the current CUDA device; without NVML nothing is measured.
     """
 
     def __init__(self, read: Callable[[], Sample] | None = None) -> None:

@@ -61,7 +61,7 @@ def run(name: str, doc: str | None, measured: Measured, sizes: Any, tiny_sizes: 
         return
     ranks = 2 if tiny or gpus < 4 else 4
     with tempfile.TemporaryDirectory() as folder:
-        if tiny:  # whose times are no results
+        if tiny:  # its times are not results
             os.environ["OUT"] = folder
         given = ranks, tiny, f"{folder}/store", name, measured, tiny_sizes if tiny else sizes
         multiprocessing.spawn(_work, given, nprocs=ranks)

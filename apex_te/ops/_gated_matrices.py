@@ -25,7 +25,8 @@ def input_matrices(
 
 def _matrix(x: torch.Tensor) -> torch.Tensor:
     matrix = x if x.dim() == 2 else x.detach().reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    # Dynamo knows no strides of what a backward makes, and graphs drop copies that change nothing.
+    # Dynamo does not know the strides of what a backward makes; graphs drop copies that change
+    # nothing.
     if torch.compiler.is_compiling() or matrix.stride(1) != 1:
         return matrix.contiguous()
     return matrix

@@ -97,7 +97,7 @@ def _run(a, b, a_scale_inv, b_scale_inv, out, bias, c, accumulate, use_split_acc
                 *operands, out, bias, c, scratch, accumulate, use_split_accumulator, 0
             )
         except NotImplementedError:
-            pass  # cuBLASLt has no such product of these dtypes
+            pass  # cuBLASLt does not multiply these dtypes so
         else:
             product_count.add()
             if out is not target:

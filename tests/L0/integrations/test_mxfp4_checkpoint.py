@@ -153,7 +153,7 @@ def test_values_that_blocks_do_not_hold(tmp_path):
 
 @pytest.mark.parametrize("span", range(18))
 def test_blocks_hold_exponents_that_differ_by_14(span):
-    """All 16 values at both ends of a block's exponents, and edges that are no whole block."""
+    """All 16 values at both ends of a block's exponents, and edges that are not whole blocks."""
     rows, groups = 200, 7
     packed = torch.randint(0, 256, (rows, groups, 16), dtype=torch.uint8)
     packed[:, :, :8] = torch.tensor([0x10 * (2 * i + 1) + 2 * i for i in range(8)])

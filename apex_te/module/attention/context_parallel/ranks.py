@@ -22,8 +22,8 @@ from ....comm.groups import is_process_group
 from ....runtime.named_arguments import did_you_mean
 
 COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
-# Calls that differ from each other, as with sequences of other lengths, of which ranks compare so
-# many for each group: a comparison waits for the device.
+# How many different calls (with sequences of other lengths, for example) the ranks of a group
+# compare: a comparison waits for the device.
 _MOST_COMPARED = 8
 # What the ranks of a group have found equal. All have the same, as each call is one of all ranks.
 _compared: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()
