@@ -31,7 +31,7 @@ def joined(parts, dim=0):
 
 
 def padding(holes, tokens):
-    """[b, 1, 1, s]: the second sequence has no token, the last all."""
+    """Mask [b, 1, 1, s] that hides all tokens of the second sequence and none of the last."""
     mask = torch.zeros(BATCH, 1, 1, tokens, dtype=torch.bool)
     mask[1] = True
     generator = torch.Generator().manual_seed(tokens)

@@ -113,7 +113,7 @@ W = 16  # width of the layers
 
 
 def _of_core(module, run):
-    """What ``run()`` returns, and the largest logits that each core attention returned in it."""
+    """Returns what ``run()`` does, and the largest logits of each core attention in it."""
     cores = [m for m in module.modules() if isinstance(m, DotProductAttention)]
     found = []
     hooks = [m.register_forward_hook(lambda m, args, out: found.append(out[1])) for m in cores]
@@ -203,7 +203,7 @@ def test_layer_refuses_an_attention_that_returns_another_number():
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_latent_attention_with_and_without_a_cache(recompute, device):
-    """Of tokens that attend to latents the logits are those of keys computed from them."""
+    """Where tokens attend to latents, the logits are those of the keys computed from them."""
     torch.manual_seed(0)
     module = apex_te.MultiLatentAttention(
         W, 2, kv_lora_rank=16, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=8, layer_number=1,

@@ -341,7 +341,7 @@ def swiglu_gradients(x, w, gamma, rows):
 
 @pytest.mark.parametrize("name", chosen("delayed", "tensorwise", "blockwise", "mxfp8"))
 def test_gradients_against_float64(device, name):
-    """What FP8 adds to the gradients' error, added in squares, is a few roundings to E4M3.
+    """FP8 adds a few roundings to E4M3, summed in squares, to the gradients' error.
 
     A rounding of E4M3 is 2^-4 / sqrt(3) / sqrt(2) of a value in the mean of squares, at most
     2^-4. Two of gate and up reach each gradient of the first GEMM: |d silu'(g) / d g * g| and

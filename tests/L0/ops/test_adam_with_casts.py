@@ -41,7 +41,7 @@ def lists(device, dtype, grad_dtype, with_masters, shapes=SHAPES):
 
 
 def empty_casts(params, rule, scales):
-    """Where to cast, filled with what no cast writes."""
+    """Returns outputs of a cast, filled with values that no cast writes."""
     made = []
     for param, scale in zip(params, scales, strict=True):
         (rows, cols), device = param.shape, param.device

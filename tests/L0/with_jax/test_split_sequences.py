@@ -109,7 +109,7 @@ def test_attention_is_one_devices(strategy, size, kind, groups, balanced):
     [("all_gather", True, True), ("a2a", False, True), ("all_gather", False, False)],
 )
 def test_masks_and_biases_are_those_of_whole_sequences(strategy, balanced, check_vma):
-    """Of other keys than queries, with queries that see nothing, and a bias with a gradient."""
+    """Cross attention with queries that see no key, and a bias with a gradient."""
     keys = 24
     given, rng = heads(2, keys), np.random.default_rng(1)
     mask = rng.random((B, 1, S, keys)) < 0.4

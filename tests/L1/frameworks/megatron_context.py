@@ -1,4 +1,4 @@
-"""What the ranks of Megatron-Core's context parallelism do with the tiny GPT of megatron_gpt.py."""
+"""Runs the tiny GPT of megatron_gpt.py on ranks of Megatron-Core's context parallelism."""
 
 from __future__ import annotations
 
