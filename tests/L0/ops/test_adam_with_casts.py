@@ -144,9 +144,9 @@ def test_a_skipped_step_writes_nothing(device, rule):
 
 
 def test_refused(device):
-    def call(shape=(32, 32), dtype=torch.float8_e4m3fn, count=1, offset=0):
+    def call(shape=(32, 32), dtype=torch.float8_e4m3fn, count=1, offset=0, rule="one scale"):
         found = lists(device, torch.float32, torch.float32, False, [shape])
-        (cast,) = empty_casts(found[0], "one scale", [one(1.0, device)])
+        (cast,) = empty_casts(found[0], rule, [one(1.0, device)])
         cast = cast._replace(rowwise=cast.rowwise.view(torch.uint8).view(dtype))
         if offset:
             memory = torch.zeros(shape[0] * shape[1] + offset, device=device)
@@ -154,6 +154,7 @@ def test_refused(device):
         op.adam_with_casts(*found[:4], [cast] * count, masters=None, **OPTIONS)
 
     call()
+    call(rule="pow2")
     with pytest.raises(ValueError, match="multiples of 16, got 32 x 40"):
         call((32, 40))
     with pytest.raises(TypeError, match=r"rowwise\[0\]"):
