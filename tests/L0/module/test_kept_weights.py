@@ -281,7 +281,7 @@ CHANGES = [
 @pytest.mark.parametrize("recipe", KEPT)
 def test_changes_between_steps(device, recipe, change):
     if recipe != "delayed" and change in (_reset, _new_scale):
-        pytest.skip("there is no scale to change")
+        pytest.skip("only delayed scaling keeps a scale between steps")
 
     def between(model, optimizer, step):
         if step % 2:

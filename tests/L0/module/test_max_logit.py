@@ -203,7 +203,7 @@ def test_layer_refuses_an_attention_that_returns_another_number():
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_latent_attention_with_and_without_a_cache(recompute, device):
-    """Where tokens attend to latents, the logits are those of the keys computed from them."""
+    """Tokens that attend to latents report the logits of the keys made from these latents."""
     torch.manual_seed(0)
     module = apex_te.MultiLatentAttention(
         W, 2, kv_lora_rank=16, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=8, layer_number=1,

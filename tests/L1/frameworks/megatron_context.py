@@ -59,7 +59,7 @@ def _loss(model: Any, step: int) -> torch.Tensor:
 
 
 def _packed_loss(model: Any, step: int) -> torch.Tensor:
-    """The same tokens as one row that is cut into documents."""
+    """Returns the loss of the same tokens packed as one row of documents."""
     device = next(model.parameters()).device
     rows = mg.batch(step).to(device)
     starts = torch.tensor([0, *DOCUMENTS], dtype=torch.int32, device=device).cumsum(0).int()

@@ -26,7 +26,7 @@ def test_trains_with_each_recipe_and_recomputed(one, plain, recipe):
 
 
 def test_equals_own_module(one):
-    """The same weights, loaded by Megatron's names, give the same results and gradients."""
+    """Weights loaded by Megatron's names give equal results and gradients."""
     ((out, grad, own_out, own_grad),) = one.run(mg.rank_latent_attention)
     torch.testing.assert_close(own_out, out, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(own_grad, grad, rtol=1e-4, atol=1e-4)
