@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import megatron_context as mc
 import pytest
 import torch
 from megatron_ranks import gpus, mg, writers  # noqa: F401 (a fixture)
+
+import megatron_context as mc  # isort: skip
 
 FUSED = {"apply_rope_fusion": True}
 CASES = {

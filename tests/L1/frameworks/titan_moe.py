@@ -6,8 +6,8 @@ import contextlib
 from functools import partial
 from unittest import mock
 
+import titan  # noqa: F401 (before torchtitan)  # isort: skip
 import spmd_types as spmd
-import titan  # noqa: F401 (before torchtitan)
 import torch
 from torch import distributed, nn
 from torch.distributed.fsdp import fully_shard
