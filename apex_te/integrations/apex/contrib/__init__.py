@@ -1,0 +1,1 @@
+"""apex's contributed packages."""
