@@ -70,6 +70,8 @@ CASES = [
         {"window": (127, 0), "deterministic": True},
         {"layout": "thd", "deterministic": True},
         {"kind": "causal_bottom_right", "tokens": (2, 1024, 4096)},
+        {"kind": "no_mask", "tokens": (1, 2048, 8192)},
+        {"kind": "no_mask", "tokens": (1, 8192, 2048)},
         {"kind": "padding_causal"},
         {"kind": "arbitrary"},
         {"kind": "arbitrary", "tokens": (8, 1024, 1024)},

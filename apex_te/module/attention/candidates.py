@@ -162,7 +162,7 @@ def _no_cudnn(p: Problem) -> str | None:
     """Masks are refused: queries that see nothing would get nonzero outputs and NaN gradients."""
     if p.dtype not in _HALF:
         return "cuDNN's kernel takes fp16 and bf16 only"
-    if p.form not in ("full", "causal") or p.bias != "none" or p.queries != p.keys:
+    if p.form not in ("full", "causal") or p.bias != "none":
         return "cuDNN's kernel supports only causal masks"
     if p.deterministic:
         return "torch.use_deterministic_algorithms is on, for which PyTorch refuses cuDNN's kernel"

@@ -39,6 +39,8 @@ def gpu(monkeypatch):
     [
         ({}, "sdpa_cudnn", "sdpa"),
         ({"form": "full"}, "sdpa_cudnn", "sdpa"),
+        ({"form": "full", "keys": 1000}, "sdpa_cudnn", "sdpa"),
+        ({"form": "full", "keys": 300}, "sdpa", "sdpa"),
         ({"queries": 511}, "sdpa", "sdpa"),
         ({"sizes": (256, 256)}, "sdpa_cudnn", "sdpa"),
         ({"sizes": (192, 128)}, "sdpa_cudnn", "widened"),
@@ -183,14 +185,17 @@ class TestSelfCheck:
 
 
 # Longer ones on a GPU, where cuDNN is not taken for few.
-LENGTHS = {"cpu": [(40, 40), (7, 40), (20, 9)], "cuda": [(520, 520), (65, 520), (130, 65)]}
+LENGTHS = {
+    "cpu": [(40, 40), (7, 40), (20, 9), (24, 33)],
+    "cuda": [(520, 520), (65, 520), (130, 65), (531, 1033)],
+}
 
 
 @in_pairs(
     form=["full", "causal", "bottom_right", "window", "both sides", "mask", "padding"],
     sizes=[*SIZES, (24, 16)],
     groups=[1, G, H],
-    lengths=range(3),
+    lengths=range(4),
     bias=[False, True],
 )
 def test_each_kernel_that_fits(form, sizes, groups, lengths, bias, device, monkeypatch):
