@@ -20,7 +20,7 @@ RECIPES: dict[str, recipe.Recipe | None] = {
     "delayed": recipe.DelayedScaling(),
     "tensorwise": recipe.CurrentScaling(),
     "blockwise": recipe.BlockScaling(),
-    "blockwise 128x128": recipe.BlockScaling(wgrad_input="128x128"),
+    "blockwise 1x128": recipe.BlockScaling(wgrad_input="1x128"),
 }
 SHAPES: dict[str, dict[str, Any]] = {
     "Llama-3-8B": {"hidden": 4096, "ffn": 14336, "heads": 32, "groups": 8, "llama": True},

@@ -456,8 +456,8 @@ class BlockScaling(Recipe, name="blockwise"):
         pow2: former form of ``scales``: True is ``"pow2"``, False ``"fp32"``.
         eps: lower bound of the amax from which a block's scale is computed; with ``"server"`` it is
             at least 1e-10.
-        wgrad_input: blocks in which inputs are cast for weight gradients: ``"1x128"``, along the
-            tokens, as Transformer Engine has them, or ``"128x128"``, whose products are faster.
+        wgrad_input: blocks in which inputs are cast for weight gradients: ``"128x128"``, whose
+            products are faster, or ``"1x128"``, along the tokens, as in Transformer Engine.
         use_split_accumulator: must stay all True; the sums of blocks are always kept in fp32.
         override_linear_precision, interval, backward, fp8_dpa, fp8_mha: as in
             ``CurrentScaling``.
@@ -470,7 +470,7 @@ class BlockScaling(Recipe, name="blockwise"):
     fp8_format: FormatOrName = Format.E4M3  # type: ignore[assignment]
     scales: str = None  # type: ignore[assignment]
     eps: float = 0.0
-    wgrad_input: str = "1x128"
+    wgrad_input: str = "128x128"
     override_linear_precision: GemmFlags = (False, False, False)
     use_split_accumulator: GemmFlags = (True, True, True)
     interval: int = 1

@@ -46,7 +46,7 @@ RECIPES: dict[str, Any] = {
     "tensorwise": CurrentScaling(),
     "delayed": DelayedScaling(amax_history_len=16),
     "blockwise": BlockScaling(),
-    "blockwise 128x128": BlockScaling(wgrad_input="128x128"),
+    "blockwise 1x128": BlockScaling(wgrad_input="1x128"),
 }
 
 

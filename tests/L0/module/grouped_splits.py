@@ -16,7 +16,7 @@ RECIPES = {
     "hybrid": DelayedScaling(amax_history_len=4),
     "hybrid tensorwise": CurrentScaling(pow2=True),
     "blockwise": BlockScaling(),
-    "blockwise wgrad": BlockScaling(wgrad_input="128x128"),
+    "blockwise 1x128": BlockScaling(wgrad_input="1x128"),
     "hybrid blockwise": BlockScaling(fp8_format=Format.HYBRID, pow2=False),
     "plain wgrad": CurrentScaling(override_linear_precision=(False, False, True), **E4M3),
 }

@@ -35,7 +35,7 @@ RECIPES = {
     "delayed": DelayedScaling(**POW2),
     "first": DelayedScaling(first_step="current", **POW2),
     "blockwise": BlockScaling(),
-    "blockwise wgrad": BlockScaling(wgrad_input="128x128"),
+    "blockwise 1x128": BlockScaling(wgrad_input="1x128"),
 }
 FEATURES = [
     "plain", "recompute", "reentrant recompute", "graph", "compiled", "delayed wgrad",

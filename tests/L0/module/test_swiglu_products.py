@@ -34,7 +34,7 @@ RECIPES = {
     "blocks": BLOCKS,
     "blocks in E4M3": BlockScaling(fp8_format=Format.E4M3),
     "blocks of any scale": BlockScaling(pow2=False),
-    "blocks of inputs": BlockScaling(wgrad_input="128x128"),
+    "blockwise 1x128": BlockScaling(wgrad_input="1x128"),
 }
 every = pytest.mark.parametrize("recipe", RECIPES)
 one_of_each = pytest.mark.parametrize("recipe", ["delayed", "blocks"])

@@ -1,4 +1,4 @@
-"""BlockScaling(wgrad_input="128x128"): inputs in blocks of 128x128 for weight gradients alone."""
+"""BlockScaling(wgrad_input=..): inputs in blocks of 128x128 for weight gradients alone."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ MODULES = {
 
 
 def recipes(scales):
-    return BlockScaling(scales=scales), BlockScaling(scales=scales, wgrad_input="128x128")
+    return BlockScaling(scales=scales, wgrad_input="1x128"), BlockScaling(scales=scales)
 
 
 @in_pairs(name=MODULES, rows=[256, 130, 48, 7], scales=["pow2", "fp32", "server"])

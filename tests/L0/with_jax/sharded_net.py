@@ -19,7 +19,7 @@ RECIPES = {
     "delayed": recipe.DelayedScaling(amax_history_len=4),
     "current": recipe.CurrentScaling(),
     "block": recipe.BlockScaling(),
-    "block wgrad": recipe.BlockScaling(wgrad_input="128x128"),
+    "block 1x128": recipe.BlockScaling(wgrad_input="1x128"),
     "mx": recipe.MXFP8Scaling(),
     "hif8": recipe.CurrentScaling(fp8_format=recipe.Format.HIF8),
     "first step": recipe.DelayedScaling(amax_history_len=4, first_step="current"),

@@ -28,7 +28,7 @@ RECIPES = [
     ),
     recipe.CurrentScaling(pow2=True),
     recipe.BlockScaling(),
-    recipe.BlockScaling(wgrad_input="128x128"),
+    recipe.BlockScaling(wgrad_input="1x128"),
     recipe.BlockScaling(override_linear_precision=(False, False, True)),
     recipe.DelayedScaling(amax_history_len=4, first_step="current", margin=1),
     recipe.MXFP8Scaling(),

@@ -363,11 +363,12 @@ class Float8BlockScaling(_ScalesOnCast, native.BlockScaling):
         fp8_quant_fwd_inp, fp8_quant_fwd_weight, fp8_quant_bwd_grad: options of the quantization,
             which must be equal; None: as ``use_f32_scales`` says.
         margin: must be 0.
-        others: ``interval`` and ``override_linear_precision`` as in
-            ``apex_te.recipe.BlockScaling``; other keywords are ignored with a warning.
+        others: ``interval``, ``override_linear_precision`` and ``wgrad_input`` (``"1x128"`` by
+            default) as in ``apex_te.recipe.BlockScaling``; other keywords are ignored with a
+            warning.
     """
 
-    _options = ("interval", "override_linear_precision")
+    _options = ("interval", "override_linear_precision", "wgrad_input")
     _switch = ("use_f32_scales", True, "NVTE_FP8_BLOCK_SCALING_FP32_SCALES")
 
     def __init__(
@@ -400,7 +401,7 @@ class Float8BlockScaling(_ScalesOnCast, native.BlockScaling):
             w_block_scaling_dim=(own["w_block_scaling_dim"], 2),
             grad_block_scaling_dim=(own["grad_block_scaling_dim"], 1),
         )
-        return native.BlockScaling(**self._shared())
+        return native.BlockScaling(**{"wgrad_input": "1x128", **self._shared()})
 
 
 @named(_MODULE)
