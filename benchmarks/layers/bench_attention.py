@@ -1,7 +1,9 @@
 """``DotProductAttention`` beside each kernel of torch that takes the same heads.
 
-Forward and backward in bf16, the contenders taking turns with a cold L2 cache. Peers compute the
-same heads without padding, so that a row says what the mask costs. "path" is what ``explain`` says.
+Forward and backward in bf16, the contenders taking turns: "ms" of steps in a row, the host ahead of
+the GPU as in training; "ms alone" of one step with a cold L2 cache, which also waits for the host to
+issue its first kernels. Peers compute the same heads without padding, so that a row says what the
+mask costs. "path" is what ``explain`` says.
 Peak GiB is what a step needs above its inputs and their gradients. Deterministic cases run under
 ``torch.use_deterministic_algorithms``, the peers without.
 
@@ -89,8 +91,11 @@ def rows() -> Iterator[harness.Row]:
         own, path = ours(case)
         peers = {key: peer(backend, case) for key, backend in PEERS.items()}
         calls = {"apex_te": own} | {key: call for key, call in peers.items() if call is not None}
-        for contender, ms in harness.paired_ms(calls, repeats=10).items():
-            row = {"case": name, "contender": contender, "ms": ms}
+        alone = harness.paired_ms(calls, repeats=8)  # which warms up, too
+        times = harness.running_us(list(calls.values()))
+        for contender, each in zip(calls, times, strict=True):
+            row = {"case": name, "contender": contender, "ms": each["us"] / 1e3}
+            row["ms alone"] = alone[contender]
             row["peak GiB above"] = harness.peak_gib(calls[contender])
             yield {**row, "path": path.partition(":")[0] if contender == "apex_te" else ""}
         del own, calls, peers
