@@ -28,6 +28,7 @@ __all__ = [
 ]  # fmt: skip
 if _typing.TYPE_CHECKING:  # for type checkers, which do not know other names
     from . import attention as attention
+    from . import checkpoint_policies as checkpoint_policies
     from . import context_parallel as context_parallel
     from . import dense as dense
     from . import flax as flax
@@ -36,6 +37,7 @@ if _typing.TYPE_CHECKING:  # for type checkers, which do not know other names
     from . import state as state
 else:
     _SUBMODULES = (
-        "attention", "context_parallel", "dense", "flax", "ops", "optimizers", "state",
+        "attention", "checkpoint_policies", "context_parallel", "dense", "flax", "ops",
+        "optimizers", "state",
     )  # fmt: skip
     __getattr__, __dir__ = _attach(__name__, dict.fromkeys(_SUBMODULES, ""))

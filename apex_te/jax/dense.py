@@ -103,7 +103,8 @@ def _fp8_dense(recipe: Recipe, gemm: int, inner: int) -> Callable[..., jax.Array
 
     def cast(x: Any, role: str, columns: int, scale: Any, **wanted: bool) -> Quantized:
         """Casts an array whose last ``columns`` dimensions are columns."""
-        return quantizer.cast(x, role, scale, flatten_axis=-columns, **wanted)
+        made = quantizer.cast(x, role, scale, flatten_axis=-columns, **wanted)
+        return made if role == "grad" else made.named()
 
     def multiply(product: str, a: Any, b: Any, depth: int, dtype: Any, bias: Any = None) -> Any:
         """Multiplies two copies, whose last ``depth`` dimensions are contracted."""

@@ -147,8 +147,10 @@ class Product:
     ) -> Quantized:
         """Casts an array or what an op computes."""
         if isinstance(x, FusedCast):
-            return self._quantizer.produce(x, role, scale, **options)
-        return self._quantizer.cast(x, role, scale, flatten_axis=flatten_axis, **options)
+            made = self._quantizer.produce(x, role, scale, **options)
+        else:
+            made = self._quantizer.cast(x, role, scale, flatten_axis=flatten_axis, **options)
+        return made if role == "grad" else made.named()
 
     def _scale(self, part: Mapping[str, Any] | None, way: str, slot: int) -> Any:
         """Returns the scale of a slot, or None."""

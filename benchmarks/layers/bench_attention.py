@@ -1,11 +1,11 @@
 """``DotProductAttention`` beside each kernel of torch that takes the same heads.
 
-Forward and backward in bf16, the contenders taking turns: "ms" of steps in a row, the host ahead of
-the GPU as in training; "ms alone" of one step with a cold L2 cache, which also waits for the host to
-issue its first kernels. Peers compute the same heads without padding, so that a row says what the
-mask costs. "path" is what ``explain`` says.
-Peak GiB is what a step needs above its inputs and their gradients. Deterministic cases run under
-``torch.use_deterministic_algorithms``, the peers without.
+Forward and backward in bf16, the contenders taking turns: "ms" of steps in a row, the host ahead
+of the GPU as in training; "ms alone" of one step with a cold L2 cache, which also waits for the
+host to issue its first kernels. Peers compute the same heads without padding, so that a row says
+what the mask costs. "path" is what ``explain`` says. Peak GiB is what a step needs above its inputs
+and their gradients. Deterministic cases run under ``torch.use_deterministic_algorithms``, the peers
+without.
 
 ``--chooser`` times each kernel that fits, see ``attention_choice``.
 """

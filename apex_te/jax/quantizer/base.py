@@ -6,7 +6,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
+from ..checkpoint_policies import FP8_CAST_NAME, FP8_PRODUCT_NAME, named
 from ..fused_casts import FusedCast
 from ..ops._rows import rowwise as over_rows
 from ..ops.fp8_output import sides
@@ -32,6 +34,11 @@ class Quantized(NamedTuple):
     columnwise_scale_inv: jax.Array | None
     amax: jax.Array | None
     dbias: jax.Array | None
+
+    def named(self) -> Quantized:
+        """Returns the same with a name of all but ``dbias`` for policies of checkpoints."""
+        fields = {key: named(FP8_CAST_NAME, x) for key, x in self._asdict().items()}
+        return Quantized(**{**fields, "dbias": self.dbias})
 
 
 class Quantizer:
@@ -90,7 +97,8 @@ class Quantizer:
 
         ``options`` are ``out_dtype``, ``bias`` [N...] or None, and ``inner``, the dimensions of K.
         """
-        return self._multiply(product, a[0], b[0], a[1], b[1], **options)
+        out = self._multiply(product, a[0], b[0], a[1], b[1], **options)
+        return checkpoint_name(out, FP8_PRODUCT_NAME) if product == "fprop" else out
 
     def _cast(self, x: jax.Array, role: str, scale: Any, **wanted: Any) -> Quantized:
         """Casts an array without the sums of its columns."""
