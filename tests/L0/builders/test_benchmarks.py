@@ -14,6 +14,7 @@ import harness
 import kernel_families
 import power
 import run
+import slower
 import summary
 
 CAP, THERMAL = 0x4, 0x20
@@ -187,3 +188,30 @@ def test_events_are_told_apart_by_device():
     assert all(kernel_families.is_on(event, DeviceType.CPU) for event in events)
     assert not any(kernel_families.is_on(event, DeviceType.CUDA) for event in events)
     assert len(events)
+
+
+def test_what_got_slower_is_named():
+    """By ratios: the fresh run's clock is half, of which nothing may be seen."""
+    old = [
+        {"function": "norm", "shape": "8x8", "us": 10.0, "over torch": 1.2, "of copy": 0.9},
+        {"case": "causal", "contender": "torch", "ms": 2.0, "peak GiB above": 0.5},
+        {"case": "causal", "contender": "apex_te", "ms": 1.0, "peak GiB above": 0.5},
+    ]
+    new = [{k: 2 * v if k in ("us", "ms") else v for k, v in row.items()} for row in old]
+    assert list(slower.worse(old, new, 0.03)) == []
+    new[0]["over torch"] = 1.1
+    new[2]["ms"], new[2]["peak GiB above"] = 2.2, 0.6
+    new.append({"function": "new", "over torch": 0.1})
+    assert list(slower.worse(old, new, 0.03)) == [
+        "function norm, shape 8x8: over torch 1.200 -> 1.100",
+        "case causal, contender apex_te: peak GiB above 0.500 -> 0.600",
+        "case causal, contender apex_te: ms to the first 0.500 -> 0.550",
+    ]
+    assert list(slower.worse(old, new, 0.25)) == []
+
+
+def test_committed_results_are_not_slower_than_themselves(capsys):
+    assert slower.main(["rms_norm", "transformer", "moe_block", "--against", "HEAD"]) == 0
+    assert capsys.readouterr().out == "0 figures got worse by more than 3%\n"
+    rows = json.loads((slower.RESULTS / "moe_block.json").read_text())["rows"]
+    assert len(slower.figures(rows)) > 50
