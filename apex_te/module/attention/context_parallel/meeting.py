@@ -92,12 +92,22 @@ class Neighbourhood:
         """See ``Meeting``; the sum is in float32, in the order of ranks."""
         counts = [_count(spans) for spans in self._received], [_count(s) for s in self._sent]
         back = self._ranks.send(grads[self._own :], *counts).wait()
-        found = grads[: self._own].to(torch.promote_types(grads.dtype, torch.float32))
-        at = 0
+        found, at = grads[: self._own], 0
+        wide = torch.promote_types(grads.dtype, torch.float32)
+        # Most rows of a window are no other rank's.
+        shared = _united(tuple(span for spans in self._sent for span in spans), 0, self._own)
+        sums = [found[a:b].to(wide) for a, b in shared]
         for a, b in (span for spans in self._sent for span in spans):
-            found[a:b] += back[at : at + b - a]
+            place, total = next(
+                (a - c, total)
+                for (c, d), total in zip(shared, sums, strict=True)
+                if c <= a and b <= d
+            )
+            total[place : place + b - a] += back[at : at + b - a]
             at += b - a
-        return found.to(grads.dtype)
+        for (a, b), total in zip(shared, sums, strict=True):
+            found[a:b] = total
+        return found
 
 
 def _united(spans: tuple[Span, ...], owner: int, rows: int) -> list[Span]:

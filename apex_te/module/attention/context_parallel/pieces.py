@@ -27,6 +27,7 @@ class Piece(NamedTuple):
         is_own: the keys are all of this rank's.
         is_first: no piece before has these queries.
         causal, window: of the kernel; both are aligned at the last query and key.
+        packed: numbers of queries and of keys of parts that do not see each other.
     """
 
     queries: Span
@@ -35,6 +36,7 @@ class Piece(NamedTuple):
     is_first: bool = True
     causal: bool = False
     window: tuple[int, int] = (-1, -1)
+    packed: tuple[tuple[int, int], ...] = ()
 
 
 def pieces_of(
@@ -87,6 +89,22 @@ def _windowed(rank: int, ranks: int, size: int, window: tuple[int, int]) -> tupl
         keys = tuple(spans)
         found.append(Piece((half * size, (half + 1) * size), keys, is_own, window=limits))
     return tuple(found)
+
+
+def packed_piece(pieces: tuple[Piece, ...], batch: int) -> tuple[Piece, ...]:
+    """Returns the pieces of a window as one if a packed call can compute them, else as they are.
+
+    It writes the results of all queries in place, which those of several calls would be copied to.
+    """
+    if batch > 1 or len({piece.window for piece in pieces}) > 1:
+        return pieces
+    counts = tuple(
+        (piece.queries[1] - piece.queries[0], sum(b - a for a, b in piece.keys)) for piece in pieces
+    )
+    keys = tuple(span for piece in pieces for span in piece.keys)
+    queries = (pieces[0].queries[0], pieces[-1].queries[1])
+    is_own = all(piece.is_own for piece in pieces)
+    return (Piece(queries, keys, is_own, window=pieces[0].window, packed=counts),)
 
 
 def attend_in_pieces(
@@ -147,6 +165,12 @@ def _call(
     piece: Piece, kernel: str, scale: float, q: torch.Tensor, k: torch.Tensor
 ) -> tuple[Extra, Call]:
     """Returns the arguments of a kernel for a piece with queries q and keys k."""
+    if piece.packed:
+        counts = tuple(zip(*piece.packed, strict=True))
+        starts, key_starts = (_starts(each, q.device) for each in counts)
+        extra = Extra(starts=starts, key_starts=key_starts)
+        longest = (max(counts[0]), max(counts[1]))
+        return extra, Call(scale, window=piece.window, longest=longest, is_full=True)
     if piece.window == (-1, -1):
         return Extra(), Call(scale, piece.causal)
     if kernel == "flash":
@@ -155,6 +179,14 @@ def _call(
     outside = band(queries, keys, keys - queries, *piece.window, q.device)
     mask = torch.zeros_like(outside, dtype=q.dtype).masked_fill_(outside, -torch.inf)
     return Extra(mask), Call(scale)
+
+
+def _starts(counts: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Returns where parts of such lengths begin and end, without a copy from the host."""
+    found = torch.zeros(len(counts) + 1, dtype=torch.int32, device=device)
+    for number, count in enumerate(counts):
+        found[number + 1 :] += count
+    return found
 
 
 class _Pieces(OpFunction):
@@ -211,12 +243,14 @@ class _Pieces(OpFunction):
                 rows = slice(first, first + b - a)
                 for x, dx in zip(sums[a:b].split(sizes, -1), dkv, strict=True):
                     dx = dx[:, :, rows].permute(2, 0, 1, 3)
-                    # Only the pieces of windows have keys in common.
-                    x.copy_(dx) if is_joint else x.add_(dx)
+                    # Only the pieces and parts of windows have keys in common.
+                    x.copy_(dx) if is_joint and not piece.packed else x.add_(dx)
                 first += b - a
         keys.all()
         dkv = meeting.give_back(sums).permute(1, 2, 0, 3)
-        if is_joint:
+        if len(parts) == 1:
+            (dq,) = parts
+        elif is_joint:
             wide = parts[0].float()
             for piece, part in zip(pieces[1:], parts[1:], strict=True):
                 wide[:, :, slice(*piece.queries)] += part

@@ -24,7 +24,7 @@ from .all_gather import (
     without_padding,
 )
 from .meeting import Everything, Meeting, Neighbourhood
-from .pieces import Piece, attend_in_pieces, pieces_of
+from .pieces import Piece, attend_in_pieces, packed_piece, pieces_of
 from .ranks import ContextRanks
 from .split import PackedZigZag, ZigZag, check_lengths
 
@@ -337,6 +337,9 @@ def _all_gather(
             near = Neighbourhood(ranks, needs, keys)
             pieces = tuple(each._replace(keys=near.places(each.keys)) for each in pieces)
             meeting = near
+        if seen.window is not None and set(kernels) == {"flash"}:
+            pieces = packed_piece(pieces, q.shape[0])
+            kernels = kernels[: len(pieces)]
 
         def run(
             q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Any, sink: Any
@@ -356,7 +359,8 @@ def _all_gather(
                 found.append(max_logit(part, keys, None, _seen_in(piece), options.scale))
             return torch.stack(found).amax(0)
 
-        return _gathered(n, chosen, run, f"in {len(pieces)} pieces", largest)
+        how = "in one packed call" if pieces[0].packed else f"in {len(pieces)} pieces"
+        return _gathered(n, chosen, run, how, largest)
     whole_k, whole_v = stand_in(k), stand_in(v)
     packed = (
         None if bias is not None else without_padding(seen, ranks, options, q, whole_k, whole_v)
