@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from .jit.backends import toolchain
+from .jit.backends import pybind, toolchain
 from .jit.platform import installed_torch, is_hip, own_cpu_features, text_of, torch_hip_version
 from .jit.text import tell
 
@@ -158,11 +158,9 @@ class ApexMembers:
         """Returns major and minor of the installed torch's version."""
         return _version(installed_torch().version)
 
-    @staticmethod
-    def nccl_version() -> tuple[int, int]:
-        """Returns major and minor of the version of torch's NCCL, (0, 0) without one."""
-        import torch
-
+    def nccl_version(self) -> tuple[int, int]:
+        """Returns major and minor of the version of torch's NCCL, (0, 0) without a GPU."""
+        torch = pybind.installed_torch(self.NAME)
         if not torch.cuda.is_available():
             return 0, 0
         major, minor = torch.cuda.nccl.version()[:2]
