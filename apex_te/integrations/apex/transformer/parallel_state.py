@@ -1,7 +1,7 @@
 """Process groups of tensor, pipeline and data parallelism, and this process's ranks in them.
 
 Rank r of the world has tensor-parallel rank r % tp; then data-parallel ranks follow, and pipeline
-stages are the slowest. Every getter of a group raises RuntimeError before ``initialize_model_parallel``.
+stages are the slowest. Getters of groups raise RuntimeError before ``initialize_model_parallel``.
 """
 
 from __future__ import annotations

@@ -39,10 +39,9 @@ class GradScaler(torch.amp.GradScaler):
         found = super()._unscale_grads_(*args, **kwargs)
         group = parallel_state.get_model_parallel_group()
         device = "cuda" if self._device == "cuda" else "cpu"
-        flags = torch.stack(
-            [flag.to(device) for flag in found.values()] or [torch.zeros((), device=device)]
-        )
-        largest = flags.max().reshape(1)
+        largest = torch.zeros(1, device=device)
+        for flag in found.values():
+            largest = torch.maximum(largest, flag.to(device).reshape(1))
         distributed.all_reduce(largest, distributed.ReduceOp.MAX, group)
         for flag in found.values():
             flag.copy_(largest.reshape(flag.shape))

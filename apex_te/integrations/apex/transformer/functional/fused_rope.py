@@ -1,4 +1,4 @@
-"""Rotary position embeddings of apex's layouts, by its extension's functions over the op ``rope``."""
+"""Rotary position embeddings in apex's layouts, by the functions of its extension."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class _Rotation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        grad = ctx.back(grads[0], *ctx.args).reshape(ctx.shape)
+        # images' results have one dimension for rows and columns
+        grad = ctx.back(grads[0].reshape(ctx.shape), *ctx.args).reshape(ctx.shape)
         return (grad, None, None, *(None for _ in ctx.args))
 
 
@@ -92,4 +93,4 @@ def fused_apply_rotary_pos_emb_2d(
             f"fused_apply_rotary_pos_emb_2d: t must have {img_h} * {img_w} patches, got {s}"
         )
     patches = t.reshape(b, img_h, img_w, h, d)
-    return _rotate(patches, "_2d", cos_h, sin_h, cos_w, sin_w).reshape(b, s, h, d)
+    return _rotate(patches, "_2d", cos_h, sin_h, cos_w, sin_w)

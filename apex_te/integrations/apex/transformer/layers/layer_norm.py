@@ -42,7 +42,9 @@ class FusedLayerNorm(torch.nn.LayerNorm):
         weight, bias = self.weight, self.bias
         if weight is None or len(self.normalized_shape) > 1 or input.dtype is torch.float64:
             return functional.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
-        return layer_norm(input, weight.to(input.dtype), bias.to(input.dtype), self.eps)
+        out = layer_norm(input, weight.to(input.dtype), bias.to(input.dtype), self.eps)
+        assert isinstance(out, torch.Tensor)  # there is no residual
+        return out
 
 
 class MixedFusedLayerNorm(FusedLayerNorm):

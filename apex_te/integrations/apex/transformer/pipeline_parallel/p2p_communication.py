@@ -1,7 +1,7 @@
 """Activations and gradients sent between the stages of a pipeline.
 
 A function waits for what it receives and for what it sends. Forward and backward messages have
-different tags, so that two stages that are each other's neighbours on both sides do not mix them up.
+different tags, so that two stages that are neighbours on both sides do not mix them up.
 """
 
 from __future__ import annotations

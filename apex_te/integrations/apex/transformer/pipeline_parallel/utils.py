@@ -170,7 +170,7 @@ def unwrap_model(
 
     def inside(module: Any) -> Any:
         while isinstance(module, module_instances):
-            module = module.module
+            module = getattr(module, "module", None)
         return module
 
     return [inside(each) for each in model] if isinstance(model, list) else inside(model)
@@ -190,8 +190,9 @@ def calc_params_l2_norm(model: Model, bf16: bool) -> float:
         if not getattr(param, "shared", False)
         and parallel_state.param_is_not_tensor_parallel_duplicate(param)
     ]
-    squared = multi_tensor.multi_tensor_l2norm(found)[0].square() if found else torch.zeros(1)
-    squared = squared.reshape(1)
+    norm = multi_tensor.l2norm(found) if found else torch.zeros(())
+    assert isinstance(norm, torch.Tensor)  # there is one norm for all
+    squared = norm.square().reshape(1)
     distributed.all_reduce(squared, group=parallel_state.get_model_parallel_group())
     return float(squared) ** 0.5
 

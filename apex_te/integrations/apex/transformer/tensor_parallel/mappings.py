@@ -27,7 +27,7 @@ def _same(x: torch.Tensor) -> torch.Tensor:
 
 
 def sum_over_ranks(x: torch.Tensor) -> torch.Tensor:
-    """Returns the sum of ``x`` over the tensor-parallel ranks, a new tensor if there are several."""
+    """Returns the sum of ``x`` over the tensor-parallel ranks, as a new tensor."""
     return x if _ranks() == 1 else all_reduce(x.clone().contiguous(), _group()).wait()
 
 

@@ -8,7 +8,7 @@ _buffers: dict[str, MemoryBuffer] = {}
 
 
 class MemoryBuffer:
-    """One flat tensor, of which ``add`` hands out views one after the other.
+    """One flat tensor; ``add`` hands out views of it, one after the other.
 
     Args:
         name: name for messages.

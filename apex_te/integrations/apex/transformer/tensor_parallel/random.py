@@ -1,4 +1,4 @@
-"""Random numbers that differ between tensor-parallel ranks, and recomputation that repeats them."""
+"""Random numbers that differ between tensor-parallel ranks, and the recompute that repeats them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""apex's test models, of which only ``distributed_test_base`` is served.
+"""apex's test models; only ``distributed_test_base`` is served.
 
 The others can be imported, and their names raise NotImplementedError when they are used.
 """

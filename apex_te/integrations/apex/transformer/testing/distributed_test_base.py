@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 from torch import distributed
-from torch.testing._internal import common_distributed
+
+from ....transformer_engine._names import not_served
+
+Case: Any
+try:
+    from torch.testing._internal.common_distributed import MultiProcessTestCase as Case
+except ImportError as error:
+    _reason = f"torch's tests need the package {error.name}, which is not installed"
+    Case = not_served(f"{__name__}.MultiProcessTestCase", _reason)
 
 __all__ = ["HAS_UCC", "DistributedTestBase", "NcclDistributedTestBase", "UccDistributedTestBase"]
 
 HAS_UCC = hasattr(distributed, "is_ucc_available") and distributed.is_ucc_available()
 
 
-class DistributedTestBase(common_distributed.MultiProcessTestCase):
+class DistributedTestBase(Case):
     """Base of a test case whose methods run in ``world_size`` processes with a process group.
 
     Attributes:
@@ -40,12 +49,12 @@ class DistributedTestBase(common_distributed.MultiProcessTestCase):
 
     @property
     def init_method(self) -> str:
-        """Where the processes find each other."""
-        return f"{common_distributed.FILE_SCHEMA}{self.file_name}"
+        """File through which the processes find each other."""
+        return f"file://{self.file_name}"
 
     @classmethod
     def _run(
-        cls, rank: int, test_name: str, file_name: str, pipe: object, **kwargs: object
+        cls, rank: int, test_name: str, file_name: str, parent_pipe: Any, **kwargs: Any
     ) -> None:
         """Runs a test method in one process."""
         self = cls(test_name)
@@ -60,7 +69,7 @@ class DistributedTestBase(common_distributed.MultiProcessTestCase):
         if torch.cuda.is_available():
             torch.cuda.set_device(rank % torch.cuda.device_count())
         distributed.barrier()
-        self.run_test(test_name, pipe)
+        self.run_test(test_name, parent_pipe)
         distributed.barrier()
         distributed.destroy_process_group()
         os._exit(0)

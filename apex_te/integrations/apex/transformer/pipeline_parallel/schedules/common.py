@@ -108,7 +108,7 @@ def check_model(model: Model) -> list[torch.nn.Module]:
 def message_shape(
     schedule: str, tensor_shape: Sequence[int] | None, sequence_parallel_enabled: bool
 ) -> list[int]:
-    """Returns the shape of a message between stages, of which sequence parallelism splits rows."""
+    """Returns the shape of a message between stages; sequence parallelism splits its rows."""
     if tensor_shape is None:
         raise ValueError(f"{schedule}: tensor_shape must be given for a pipeline, got None")
     shape = list(tensor_shape)
@@ -214,7 +214,7 @@ def free_output_tensor(output_tensor: torch.Tensor | None, deallocate: bool) -> 
 
 def custom_backward(output: torch.Tensor, grad_output: torch.Tensor | None) -> None:
     """Runs backward from an output of another shape than its gradient's."""
-    torch.autograd.Variable._execution_engine.run_backward(  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.run_backward(
         tensors=(output,),
         grad_tensors=(grad_output,),
         keep_graph=False,

@@ -45,11 +45,8 @@ def _forward_backward_pipelining_with_interleaving(
     The arguments and the result are those of ``forward_backward_pipelining_without_interleaving``,
     but ``model`` is the list of this stage's chunks. A unit is one microbatch in one chunk: units
     run in groups of as many microbatches as stages, chunk by chunk.
-
-    Raises:
-        ValueError: one chunk, no ``tensor_shape``, or a number of microbatches that is not a
-            multiple of the stages.
-        NotImplementedError: a model with encoder and decoder.
+    One chunk, no ``tensor_shape``, or a number of microbatches that is not a multiple of the
+    stages raises ValueError, a model with encoder and decoder NotImplementedError.
     """
     chunks = check_model(model)
     shape = message_shape(_NAME, tensor_shape, sequence_parallel_enabled)
@@ -158,11 +155,10 @@ def _forward_backward_pipelining_with_interleaving(
             exchange(sent(unit, output), None, next_input(unit), count - 1 if begins else None)
             free_output_tensor(sent(unit, output), deallocate_pipeline_outputs and not forward_only)
         for unit in range(0 if forward_only else units):
-            output = None
-            if unit + warmup < units:
-                output = sent(unit + warmup, forward(unit + warmup))
+            is_left = unit + warmup < units
+            made = sent(unit + warmup, forward(unit + warmup)) if is_left else None
             grad = returned(unit, backward(unit))
-            input_chunk = next_input(unit + warmup) if unit + warmup < units else None
-            exchange(output, grad, input_chunk, next_grad(unit))
-            free_output_tensor(output, deallocate_pipeline_outputs)
+            input_chunk = next_input(unit + warmup) if is_left else None
+            exchange(made, grad, input_chunk, next_grad(unit))
+            free_output_tensor(made, deallocate_pipeline_outputs)
     return losses
