@@ -36,6 +36,8 @@ try:
     LABEL = install.version_label()
 except BuildError as error:
     raise SystemExit(f"apex_te: {error}") from None
+for note in install.notes(BUILDERS):
+    print(f"apex_te: {note}", flush=True)
 PREBUILT = any(choice.wanted for choice in CHOICES)
 SOURCE_ENDINGS = (".h", ".hpp", ".cuh", ".cpp", ".cu", ".LICENSE")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 
-from .builder import CPUOpBuilder, CUDAOpBuilder, OpBuilder, builder_names, register
+from .builder import CPUOpBuilder, CUDAOpBuilder, OpBuilder, added, builder_names, register
 from .core import BUILDERS
 from .jit.errors import BuildError, DuplicateOpError, UnknownOpError, unknown_op
 from .jit.find.cache import OpenedLibrary
@@ -48,14 +48,15 @@ def _suite_builder(name: str) -> OpBuilder | None:
         return _suite.setdefault(name, BUILDERS[name]())
     if name not in builder_names():
         return None
+    file = added().get(name, name)
     try:
-        module = importlib.import_module(f"{__name__}.{name}")
+        module = importlib.import_module(f"{__name__}.{file}")
         for value in vars(module).values():
             if isinstance(value, type) and issubclass(value, OpBuilder) and name == value.NAME:
                 return _suite.setdefault(name, value())
     except Exception as error:  # a file that a user added
         raise UnknownOpError(
-            f"{name}: its builder {__name__}.{name} cannot be imported:"
+            f"{name}: its builder {__name__}.{file} cannot be imported:"
             f" {type(error).__name__}: {error}"
         ) from error
     raise UnknownOpError(f"{module.__file__} must define a builder with NAME = {name!r}")

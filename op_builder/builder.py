@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import sys
 from collections.abc import Sequence
 from types import ModuleType
 from typing import ClassVar
 
+from .apex_members import ApexMembers
 from .builtin import OPS
 from .jit.backends import library, pybind
 from .jit.backends.archs import Arch, Capability, initialised_capabilities
 from .jit.backends.library import Step
 from .jit.build.service import load_extension, open_library
-from .jit.errors import DuplicateOpError, UnknownOpError
+from .jit.errors import BuildError, DuplicateOpError, UnknownOpError
 from .jit.find.cache import OpenedLibrary, look_up
 from .jit.find.key import key_of
-from .jit.platform import is_hip
+from .jit.platform import text_of
 from .jit.text import tell
 from .spec import DISPATCHER, JAX_HANDLERS, OpSpec
 
 
-class OpBuilder(OpSpec):
+class OpBuilder(ApexMembers, OpSpec):
     """Base of all builders: an op whose libraries can be looked up, compiled and opened.
 
     A subclass declares the op by the attributes and methods of ``OpSpec``.
@@ -57,32 +59,9 @@ class OpBuilder(OpSpec):
         """Returns this builder, for code that calls ``builder()`` on apex's builders."""
         return self
 
-    # Called by builders written for ROCm's apex, whose answers depend on versions of torch.
-
-    @staticmethod
-    def is_rocm_pytorch() -> bool:
-        """Returns True if GPU code is compiled for AMD GPUs."""
-        return is_hip()
-
-    @staticmethod
-    def version_dependent_macros() -> list[str]:
-        """Returns the macros by which apex's sources know a torch of at least 1.5."""
-        return ["-DVERSION_GE_1_1", "-DVERSION_GE_1_3", "-DVERSION_GE_1_5"]
-
-    @staticmethod
-    def generator_args() -> list[str]:
-        """Returns no flags: torch has had its random generator's new header since 1.8."""
-        return []
-
-    @staticmethod
-    def aten_atomic_args() -> list[str]:
-        """Returns the macro by which apex's sources know torch's header of atomic operations."""
-        return ["-DATEN_ATOMIC_HEADER"]
-
-    @staticmethod
-    def nvcc_threads_args() -> list[str]:
-        """Returns no flags: as many compilers as the machine allows run at once."""
-        return []
+    def is_supported(self) -> bool:
+        """Returns True if the op ``is_compatible``; the name in apex's CUDA builders."""
+        return self.is_compatible()
 
     def open(self, device: str = "cpu", capability: Capability | None = None) -> OpenedLibrary:
         """Returns the opened library for ``device``, which is compiled if no cache holds it.
@@ -126,6 +105,11 @@ class OpBuilder(OpSpec):
 
     def _load(self, verbose: bool, force: bool) -> ModuleType:
         """Returns the op's Python module, as ``load`` or, with ``force``, ``jit_load`` does."""
+        if type(self).is_compatible is not OpBuilder.is_compatible and not self.is_compatible():
+            raise BuildError(
+                f"{self.NAME}: its builder's is_compatible() is False"
+                + (f": {self.error_log}" if self.error_log else "")
+            )
         if self.is_outside:
             register(self)
         if self.BINDING == "pybind11":
@@ -172,14 +156,31 @@ class CUDAOpBuilder(OpBuilder):
     DEVICES: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
 
 
-_NOT_OPS = frozenset(("__init__", "builder", "builtin", "core", "spec", "user_ops"))
+_NOT_OPS = frozenset(
+    ("__init__", "apex_members", "apex_names", "builder", "builtin", "core", "spec", "user_ops")
+)
+_NAME = re.compile(r"""^[ \t]+NAME\b[^=\n]*=\s*['"](\w+)['"]""", re.MULTILINE)
 registered: dict[str, OpBuilder] = {}  # ops outside of the suite that this process knows
 
 
+def added() -> dict[str, str]:
+    """Returns this folder's modules that users added, by the NAME of the builders in them.
+
+    A file that gives no NAME counts under its own name.
+    """
+    folder = os.path.dirname(__file__)
+    files = (os.path.splitext(entry) for entry in os.listdir(folder))
+    stems = {stem for stem, ending in files if ending == ".py"} - _NOT_OPS
+    found = {}
+    for stem in sorted(stems):
+        names = _NAME.findall(text_of(os.path.join(folder, f"{stem}.py")))
+        found.update(dict.fromkeys(names or [stem], stem))
+    return found
+
+
 def builder_names() -> list[str]:
-    """Returns the sorted names of the suite's ops: the table's, and this folder's other modules."""
-    files = (os.path.splitext(entry) for entry in os.listdir(os.path.dirname(__file__)))
-    return sorted({*OPS, *(stem for stem, ending in files if ending == ".py")} - _NOT_OPS)
+    """Returns the sorted names of the suite's ops: the table's, and those of added builders."""
+    return sorted({*OPS, *added()})
 
 
 def suite_names() -> list[str]:

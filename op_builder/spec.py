@@ -12,7 +12,7 @@ from .jit.errors import UnknownOpError
 
 SUITE = Path(__file__).resolve().parent.parent
 INCLUDE_FLAGS = ("APEX_BUILD_CPP_OPS", "APEX_BUILD_CUDA_OPS")
-_APEX_FLAGS = {"APEX_BUILD_CPU_OPS": "APEX_BUILD_CPP_OPS"}  # what ROCm apex's README writes
+CPU_OPS = "APEX_BUILD_CPU_OPS"  # what ROCm apex's README writes for the first of them
 DISPATCHER = "apex_te_core"
 JAX_HANDLERS = "apex_te_jax"
 _SOURCE_ENDINGS = ("_cpu.cpp", "_cuda.cu")
@@ -61,8 +61,9 @@ class OpSpec:
         NAME: name of the op, of its folder in ``csrc`` and of its libraries; "" for a base class.
         BUILD_VAR: environment variable that asks for the op at install time; by default
             ``APEX_BUILD_<NAME>``.
-        INCLUDE_FLAG: one of ``INCLUDE_FLAGS``, the group the op belongs to; a pybind11 extension of
-            the CUDA group is compiled with CUDA's headers and linked with torch's CUDA libraries.
+        INCLUDE_FLAG: environment variable of the group the op belongs to, one of ``INCLUDE_FLAGS``
+            or of a group of its own; a pybind11 extension of the CUDA group is compiled with CUDA's
+            headers and linked with torch's CUDA libraries.
         BINDING: "c" for libraries of plain C functions that the dispatcher opens; "pybind11" for an
             extension with a ``PYBIND11_MODULE`` in its sources: one library for all devices, made
             for the installed torch, which Python imports.
@@ -91,10 +92,11 @@ class OpSpec:
             raise TypeError(f"{cls.__name__}: NAME must be an identifier, got {cls.NAME!r}")
         if "BUILD_VAR" not in cls.__dict__:
             cls.BUILD_VAR = f"APEX_BUILD_{cls.NAME.upper()}"
-        cls.INCLUDE_FLAG = _APEX_FLAGS.get(cls.INCLUDE_FLAG, cls.INCLUDE_FLAG)
-        if cls.INCLUDE_FLAG not in INCLUDE_FLAGS:
+        if cls.INCLUDE_FLAG == CPU_OPS:
+            cls.INCLUDE_FLAG = INCLUDE_FLAGS[0]
+        if not str(cls.INCLUDE_FLAG).isidentifier():
             raise TypeError(
-                f"{cls.__name__}: INCLUDE_FLAG must be one of {INCLUDE_FLAGS},"
+                f"{cls.__name__}: INCLUDE_FLAG must be the name of an environment variable,"
                 f" got {cls.INCLUDE_FLAG!r}"
             )
         if cls.BINDING not in ("c", "pybind11"):
@@ -260,7 +262,9 @@ class OpSpec:
     def device_sources(self, device: str) -> list[str]:
         """Returns the library's sources relative to ``root``; an extension's are all of "cpu"."""
         if self.BINDING == "pybind11":
-            return self.sources() if device == "cpu" else []
+            # headers, which apex's lists of sources name, too, are not compiled
+            every = [name for name in self.sources() if not name.endswith((".h", ".hpp", ".cuh"))]
+            return every if device == "cpu" else []
         return [name for name in self.sources() if name.endswith(".cu") == (device == "cuda")]
 
     def source_kinds(self, device: str) -> list[str]:

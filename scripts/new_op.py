@@ -2,11 +2,13 @@
 
     python scripts/new_op.py my_op                        # asks, then writes a skeleton
     python scripts/new_op.py my_op --cuda --yes           # asks nothing
+    python scripts/new_op.py my_op --inputs x,gate --outputs y --scalars alpha --yes
     python scripts/new_op.py my_ext --from-sources csrc/my_ext.cpp,csrc/my_ext_kernel.cu
     python scripts/new_op.py my_op --remove
 
 A skeleton is an elementwise op that works, on the CPU and on the GPU: builder, kernels,
-Python op, test and benchmark, to be changed into what it is to be. With sources, an existing
+Python op, test and benchmark, to be changed into what it is to be; with --inputs and --outputs
+one of several tensors and numbers, without a benchmark. With sources, an existing
 extension (PYBIND11_MODULE, torch/extension.h) gets a builder and a test and stays as it is.
 docs/new_op.md goes through both.
 """
@@ -21,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # op_builder, as setup.py finds it: no torch is needed here
 
-from jit_templates import names, record, render  # noqa: E402
+from jit_templates import names, record, render, several  # noqa: E402
 from jit_templates.names import Refusal  # noqa: E402
 from jit_templates.tree import parsed  # noqa: E402
 
@@ -76,10 +78,18 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--include", metavar="FOLDER,...", type=split, default=[],
         help="include folders of the extension, relative to the root",
     )  # fmt: skip
+    for noun, meaning in (
+        ("inputs", "tensors that the op reads"),
+        ("outputs", "tensors that it returns"),
+        ("scalars", "numbers that it takes"),
+    ):
+        text = f"{meaning}, for an elementwise op of several"
+        parser.add_argument(f"--{noun}", metavar="NAME,...", type=split, default=[], help=text)
     parser.add_argument("--yes", "-y", action="store_true", help="take the defaults, ask nothing")
     options = parsed(parser, arguments)
     if options.remove:
         given = (options.sources, options.exports, options.include, options.cuda is not None)
+        given += (options.inputs, options.outputs, options.scalars)
         if any(given):
             parser.error("--remove takes a name, --force, --yes and --dry-run, nothing else")
     return options
@@ -94,12 +104,18 @@ def plan(options: argparse.Namespace) -> tuple[str, dict[str, str]]:
     if options.name is None and options.yes:
         raise Refusal("a name must be given with --yes")
     name: str = options.name or ask(NAME, "a name")
+    arguments = several.Arguments(options.inputs, options.outputs, options.scalars)
+    if any(arguments) and (options.sources or options.exports or options.include):
+        raise Refusal("--inputs, --outputs and --scalars describe a skeleton, not an extension")
     is_asked = options.sources is None and not options.yes
     if options.sources is None:
         names.check_name(name, ROOT, is_skeleton=False)  # before the questions that follow
     cuda: bool | None = options.cuda
     if cuda is None and is_asked:
         cuda = ask_yes(CUDA, "--cuda or --cpu, or --yes")
+    if any(arguments):
+        names.check_name(name, ROOT, is_skeleton=True)
+        return name, several.files(name, arguments, cuda is not False)
     given: list[str] = split(ask(SOURCES, "--sources or --yes")) if is_asked else options.sources
     if not given:
         if options.exports or options.include:
@@ -107,14 +123,15 @@ def plan(options: argparse.Namespace) -> tuple[str, dict[str, str]]:
         names.check_name(name, ROOT, is_skeleton=True)
         return name, render.skeleton(name, cuda is not False)
     names.check_name(name, ROOT, is_skeleton=False)
-    sources = names.find_sources(given, ROOT)
+    sources, folders = names.find_sources(given, ROOT)
     kernels = [source for source in sources if source.endswith(".cu")]
     if kernels and cuda is False:
         raise Refusal(f"{', '.join(kernels)} needs a CUDA module, and it was said to be none")
     names.check_extension(name, sources, options.exports, ROOT)
     names.check_includes(options.include, ROOT)
     with_cuda = bool(kernels) if cuda is None else cuda
-    return name, render.extension(name, sources, with_cuda, options.exports, options.include)
+    folders = options.include or folders
+    return name, render.extension(name, sources, with_cuda, options.exports, folders)
 
 
 def create(options: argparse.Namespace) -> None:

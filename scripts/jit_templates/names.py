@@ -97,10 +97,11 @@ def check_targets(name: str, files: Sequence[str], root: Path) -> None:
     check_tests(files, root)
 
 
-def find_sources(texts: Sequence[str], root: Path) -> list[str]:
-    """Sources relative to the root; each may be given relative to it or to where the user is.
+def find_sources(texts: Sequence[str], root: Path) -> tuple[list[str], list[str]]:
+    """Sources relative to the root, and the folders below csrc that they and their headers lie in.
 
-    Headers, which apex's lists of sources name, too, are checked and left out.
+    Each may be given relative to the root or to where the user is. Headers, which apex's lists of
+    sources name, too, are checked and left out.
     """
     found: list[str] = []
     for text in texts:
@@ -119,7 +120,8 @@ def find_sources(texts: Sequence[str], root: Path) -> list[str]:
         if relative in found:
             raise Refusal(f"source {relative} is given twice")
         found.append(relative)
-    return [source for source in found if not source.endswith(_HEADERS)]
+    folders = sorted({str(Path(source).parent) for source in found} - {"csrc"})
+    return [source for source in found if not source.endswith(_HEADERS)], folders
 
 
 def check_includes(folders: Sequence[str], root: Path) -> None:

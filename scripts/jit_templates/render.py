@@ -30,7 +30,7 @@ def _choose(text: str, kind: str) -> str:
     return re.sub(r"\n{4,}", "\n\n\n", "\n".join(lines).rstrip() + "\n")
 
 
-def _sort_includes(text: str) -> str:
+def sort_includes(text: str) -> str:
     """Quoted includes in the formatter's order, which depends on the op's name."""
     return re.sub(
         r'(?:^#include "[^"]+"\n)+',
@@ -53,7 +53,7 @@ def skeleton(name: str, cuda: bool) -> dict[str, str]:
             text = text.replace("CUDAOpBuilder", "CPUOpBuilder")
         text = text.replace(STEM, name).replace(CLASS, class_name(name))
         where = str(path.relative_to(SKELETON)).replace(STEM, name)
-        files[where] = _sort_includes(text) if path.suffix in (".h", ".cpp", ".cu") else text
+        files[where] = sort_includes(text) if path.suffix in (".h", ".cpp", ".cu") else text
     return files
 
 

@@ -74,7 +74,7 @@ def compile_flags(spec: OpSpec, kind: str) -> list[str]:
     """Returns the suite's base flags and the op's own for compiling one kind of source."""
     if spec.BINDING == "pybind11":
         own = spec.nvcc_args() if kind == "cuda" else [*spec.cxx_args(), *env.sanitizers()]
-        return [*pybind.compile_flags(spec, kind), *own]
+        return [*pybind.compile_flags(spec, kind), *pybind.accepted(own)]
     if kind != "cuda":
         return [*BASE_CXX_ARGS, *spec.cxx_args(), *env.sanitizers()]
     if platform.is_hip():
@@ -84,12 +84,14 @@ def compile_flags(spec: OpSpec, kind: str) -> list[str]:
 
 def link_flags(spec: OpSpec, kind: str) -> list[str]:
     """Returns the op's own linker flags and then the suite's base ones."""
-    binding = pybind.link_flags(spec) if spec.BINDING == "pybind11" else []
+    is_extension = spec.BINDING == "pybind11"
+    own = pybind.library_flags(spec) if is_extension else spec.libraries_args()
+    binding = pybind.link_flags(spec) if is_extension else []
     if kind != "cuda":
         base = ["-ldl", *env.sanitizers()]
     else:
         base = HIPCC_LIBRARIES if platform.is_hip() else NVCC_LIBRARIES
-    return [*spec.libraries_args(), *binding, *base]
+    return [*own, *binding, *base]
 
 
 def key_flags(spec: OpSpec, device: str) -> list[str]:

@@ -81,6 +81,18 @@ def compile_flags(spec: OpSpec, kind: str) -> list[str]:
     ]
 
 
+def accepted(flags: Iterable[str]) -> list[str]:
+    """Returns an op's own flags without those for a C++ standard older than torch's headers'."""
+    return [flag for flag in flags if not re.fullmatch(r"--?std=(c|gnu)\+\+(11|14|17)", flag)]
+
+
+def library_flags(spec: OpSpec) -> list[str]:
+    """Returns an op's own linker flags; apex's builders name libraries without ``-l``."""
+    extra: Iterable[str] = getattr(spec, "extra_ldflags", list)()
+    names = [*spec.libraries_args(), *extra]
+    return [name if name.startswith("-") or "/" in name else f"-l{name}" for name in names]
+
+
 def link_flags(spec: OpSpec) -> list[str]:
     """Returns flags that link torch's libraries, with those for CUDA or HIP if the op uses them."""
     torch = installed_torch(spec.NAME)

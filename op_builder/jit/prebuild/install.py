@@ -7,7 +7,8 @@ import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 
-from ...spec import INCLUDE_FLAGS, OpSpec
+from ...apex_names import EXTENSIONS, served_by
+from ...spec import CPU_OPS, INCLUDE_FLAGS, OpSpec
 from .. import env
 from ..backends import library, pythons, toolchain
 from ..backends.archs import named_arch_list, visible_capabilities
@@ -25,32 +26,15 @@ _MACHINES = ("x86_64", "aarch64")
 CPP_OPS, CUDA_OPS = INCLUDE_FLAGS
 # what apex's setup.py takes -> what says it here
 _APEX_OPTIONS = {"--cpp_ext": CPP_OPS, "--cuda_ext": CUDA_OPS}
-# apex's extensions, as its variables APEX_BUILD_<extension> name them, and the ops that serve them;
-# some are served without a library
-_SOFTMAX = ("scaled_softmax",)
-_APEX_SERVED = {
-    "AMP_C": ("multi_tensor",),
-    "FUSED_ADAM": ("multi_tensor",),
-    "FUSED_BIAS_SWIGLU": ("swiglu",),
-    "FUSED_DENSE": ("activation", "bias_gelu"),
-    "FUSED_LAMB": ("multi_tensor",),
-    "FUSED_LAYER_NORM": ("layer_norm", "rms_norm"),
-    "FUSED_ROPE": ("rope",),
-    "FUSED_WEIGHT_GRADIENT_MLP": (),
-    "GENERIC_SCALED_MASKED_SOFTMAX_CUDA": _SOFTMAX,
-    "MLP": (),
-    "SCALED_MASKED_SOFTMAX_CUDA": _SOFTMAX,
-    "SCALED_SOFTMAX_CUDA": _SOFTMAX,
-    "SCALED_UPPER_TRIANG_MASKED_SOFTMAX_CUDA": _SOFTMAX,
-    "XENTROPY": ("cross_entropy",),
+_EXTENSIONS = {f"APEX_BUILD_{each.variable}": each.module for each in EXTENSIONS}
+# variables of apex's setup.py that are not applicable here, and what to use
+_NOT_APPLICABLE = {
+    "APEX_BUILD_STRING": "no git version is recorded",
+    "APEX_COMMIT": f"the version does not name the commit; {LABEL} adds a label",
+    "BUILD_VERSION": f"the version is the package's; {LABEL} adds a label",
+    "DESIRED_CUDA": f"{LABEL}=cu130 adds it to the version",
+    "USE_ROCM_AITER_ROPE_BACKEND": "rotary embeddings run on the op rope on every GPU",
 }
-_APEX_UNSERVED = frozenset(
-    (
-        "APEX_C", "BNP", "DISTRIBUTED_ADAM", "DISTRIBUTED_LAMB", "FAST_MULTIHEAD_ATTN",
-        "FOCAL_LOSS", "FUSED_CONV_BIAS_RELU", "FUSED_INDEX_MUL_2D", "NCCL_ALLOCATOR", "NCCL_P2P",
-        "PEER_MEMORY", "SYNCBN", "TRANSDUCER_JOINT", "TRANSDUCER_LOSS",
-    )
-)  # fmt: skip
 
 
 def torch_has_cuda() -> bool:
@@ -65,32 +49,57 @@ def cuda_expected() -> bool:
     return named_arch_list() is not None or bool(visible_capabilities()) or torch_has_cuda()
 
 
-def _asked_by_apex(builders: Mapping[str, OpSpec]) -> dict[str, str]:
-    """Returns the variables of apex that ask for ops, by op, unless an op has that variable."""
+def _apex_variables(builders: Mapping[str, OpSpec]) -> dict[str, str]:
+    """Returns apex's variables that are true, with their modules, unless an op has the variable."""
     own = {spec.BUILD_VAR for spec in builders.values()}
+    return {
+        variable: module
+        for variable, module in _EXTENSIONS.items()
+        if variable not in own and env.boolean(variable, False)
+    }
+
+
+def _asked_by_apex(builders: Mapping[str, OpSpec]) -> dict[str, str]:
+    """Returns the variables of apex that ask for ops, by op."""
     asked = {}
-    for extension in (*_APEX_SERVED, *sorted(_APEX_UNSERVED)):
-        variable = f"APEX_BUILD_{extension}"
-        if variable in own or not env.boolean(variable, False):
-            continue
-        if extension in _APEX_UNSERVED:
+    for variable, module in _apex_variables(builders).items():
+        ops = served_by(module)
+        if ops is None:
             raise SettingError(
-                f"{variable} asks for an extension of apex that apex_te does not serve;"
+                f"{variable} asks for {module}, an extension of apex that apex_te does not serve;"
                 " docs/apex.md lists the ops that serve the others"
             )
-        asked.update(dict.fromkeys(_APEX_SERVED[extension], variable))
+        asked.update(dict.fromkeys(ops, variable))
     return asked
+
+
+def notes(builders: Mapping[str, OpSpec]) -> list[str]:
+    """Returns a line for each variable of apex that is set and builds nothing."""
+    lines = [
+        f"{variable}: {module} runs on PyTorch and needs no library"
+        for variable, module in _apex_variables(builders).items()
+        if not served_by(module)
+    ]
+    lines += [
+        f"{variable} is not applicable: {text}"
+        for variable, text in _NOT_APPLICABLE.items()
+        if os.environ.get(variable)
+    ]
+    return lines
 
 
 def select(builders: Mapping[str, OpSpec]) -> list[Choice]:
     """Returns a decision for each library of the ops, from ``APEX_BUILD_*`` variables."""
     asked = _asked_by_apex(builders)
-    cpp, cuda = env.boolean(CPP_OPS, False), env.boolean(CUDA_OPS, False)
+    cpp = env.boolean(CPP_OPS, None)
+    cpp = env.boolean(CPU_OPS, False) if cpp is None else cpp
+    cuda = env.boolean(CUDA_OPS, False)
     choices: list[Choice] = []
     expected: bool | None = None
     for name, spec in sorted(builders.items()):
         single = env.boolean(spec.BUILD_VAR, None)
-        if single is None and name in asked:
+        in_group = spec.INCLUDE_FLAG not in INCLUDE_FLAGS and env.boolean(spec.INCLUDE_FLAG, False)
+        if single is None and (name in asked or in_group):
             single = True
         if single and not cuda and expected is None:
             expected = cuda_expected()
@@ -112,7 +121,8 @@ def _check_variables(builders: Mapping[str, OpSpec]) -> None:
     """Refuses an ``APEX_BUILD_*`` variable that nothing reads."""
     own = [*INCLUDE_FLAGS, pythons.VARIABLE, MACHINE, LABEL]
     own += [spec.BUILD_VAR for spec in builders.values()]
-    read = {*own, *(f"APEX_BUILD_{name}" for name in (*_APEX_SERVED, *_APEX_UNSERVED))}
+    groups = {spec.INCLUDE_FLAG for spec in builders.values()}
+    read = {*own, CPU_OPS, *groups, *_EXTENSIONS, *_NOT_APPLICABLE}
     for name in sorted(os.environ):
         if name.startswith("APEX_BUILD_") and name not in read:
             near = nearest(name, own)

@@ -1,16 +1,20 @@
 """Fixtures of the builder tests: one small op, an empty cache, a clean environment."""
 
 import os
+import shutil
 import signal
+import sys
 
 import pytest
 import torch
 from attacks import library_bytes
 from planted import visible_gpus
-from tiny_op import write_op
+from tiny_op import CHECKOUT, quick_compiler, write_op
 
 from op_builder.jit.build import service
 from op_builder.jit.find import cache
+
+sys.path.insert(0, str(CHECKOUT / "scripts"))
 
 # A background job and nohup ignore these, and so would the processes that the tests signal: unlike
 # that, a handler that does nothing is not inherited.
@@ -58,3 +62,35 @@ def gpus(monkeypatch):
 def forget(monkeypatch):
     """Drops what this process has loaded, as if it had just started."""
     return lambda: monkeypatch.setattr(service, "_opened", {})
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory):
+    """A copy of what an installation reads, so that a test may see whether it stays untouched."""
+    target = tmp_path_factory.mktemp("install") / "checkout"
+    ignore = shutil.ignore_patterns("__pycache__", "*.egg-info", "prebuilt")
+    for name in ("apex_te", "op_builder", "compatibility", "csrc"):
+        shutil.copytree(CHECKOUT / name, target / name, ignore=ignore)
+    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "LICENSE", "README.md"):
+        if (CHECKOUT / name).exists():
+            shutil.copy(CHECKOUT / name, target)
+    return target
+
+
+@pytest.fixture(scope="module")
+def fake_compiler(tmp_path_factory):
+    """A compiler that makes an output of any source at once."""
+    return str(quick_compiler(tmp_path_factory.mktemp("compiler")))
+
+
+@pytest.fixture
+def tree(tmp_path, monkeypatch):
+    """A tree of empty rooms that the script takes for its checkout."""
+    root = tmp_path / "tree"
+    rooms = ["apex_te/ops", "apex_te/optimizers", "benchmarks/ops", "csrc", "op_builder", "scripts"]
+    for room in (*rooms, "tests/L0/ops"):
+        (root / room).mkdir(parents=True)
+    import new_op
+
+    monkeypatch.setattr(new_op, "ROOT", root)
+    return root

@@ -5,29 +5,19 @@ import os
 import shutil
 import sys
 
+import new_op
 import pytest
 import tutorial
+from jit_templates import names, record, render, several
 from programs import captured
 from tiny_op import CHECKOUT
 
-sys.path.insert(0, str(CHECKOUT / "scripts"))
-import new_op
-from jit_templates import names, record, render
+from op_builder.spec import parse_functions
 
 EXTENSION = 'PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) { m.def("twice", &twice); }\n'
 ROOMS = {
     "apex_te/ops", "benchmarks/ops", "op_builder", "tests/L0/ops",
 }  # fmt: skip
-
-
-@pytest.fixture
-def tree(tmp_path, monkeypatch):
-    """A tree of empty rooms that the script takes for its checkout."""
-    root = tmp_path / "tree"
-    for room in (*ROOMS, "csrc", "scripts", "apex_te/optimizers"):
-        (root / room).mkdir(parents=True)
-    monkeypatch.setattr(new_op, "ROOT", root)
-    return root
 
 
 @pytest.fixture
@@ -99,6 +89,17 @@ def test_generated_files_are_formatted(tmp_path, name, cuda):
     exports = [f"{name}_{i}" for i in range(1 + 4 * cuda)]
     extension = render.extension(name, sources[: 1 + 2 * cuda], cuda, exports, ["csrc/include"])
     files |= {f"extension/{where}": text for where, text in extension.items()}
+    for count, room in ((1, "few"), (several.MOST, "many")):
+        long = [letter * (several.LONGEST - 1) for letter in "ios"]
+        lists = [[f"{word}{i}" for i in range(count)] for word in long]
+        arguments = several.Arguments(*lists) if count > 1 else several.Arguments(["a"], ["b"])
+        made = several.files(name, arguments, cuda)
+        files |= {
+            f"{room}/{where}"
+            if where[-3:] == ".py"
+            else where.replace(name, f"{name}_{room}"): text
+            for where, text in made.items()
+        }
     for where, text in files.items():
         (tmp_path / where).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / where).write_text(text)
@@ -296,6 +297,74 @@ def test_existing_extension(tree, monkeypatch):
     assert 'return ["csrc/ext"]' in text
     assert new_op.main(["my_ext", "--remove"]) == 0
     assert {path: path.read_bytes() for path in tree.rglob("*") if path.is_file()} == before
+
+
+def test_folders_of_the_sources_are_include_folders(tree):
+    """As apex's script has it; those that are given take their place."""
+    for folder in ("ext", "ext/inner"):
+        (tree / "csrc" / folder).mkdir()
+    (tree / "csrc" / "ext" / "bind.cpp").write_text(EXTENSION)
+    (tree / "csrc" / "ext" / "inner" / "kernel.h").write_text("")
+    sources = "csrc/ext/bind.cpp,csrc/ext/inner/kernel.h"
+    assert new_op.main(["my_ext", "--sources", sources]) == 0
+    text = (tree / "op_builder" / "my_ext.py").read_text()
+    assert 'return ["csrc/ext", "csrc/ext/inner"]' in text
+    assert new_op.main(["my_ext", "--remove"]) == 0
+    assert new_op.main(["my_ext", "--sources", sources, "--include", "csrc/ext"]) == 0
+    assert 'return ["csrc/ext"]' in (tree / "op_builder" / "my_ext.py").read_text()
+
+
+LISTS = ["--inputs", "x,g,r", "--outputs", "y,z", "--scalars", "alpha", "--yes"]
+
+
+def test_op_of_several_tensors(tree):
+    before = listing(tree)
+    assert new_op.main(["my_op", *LISTS, "--cpu"]) == 0
+    header = (tree / "csrc" / "my_op" / "my_op.h").read_text()
+    assert parse_functions(header)["my_op_fwd"].signature == (
+        "x: T[*r c], g: T[x], r: T[x], y: T[x]!, z: T[x]!, alpha: float"
+    )
+    assert parse_functions(header)["my_op_bwd"].signature == (
+        "dy: T[x], dz: T[x], x: T[*r c], g: T[x], r: T[x],"
+        " dx: T[x]!, dg: T[x]!, dr: T[x]!, alpha: float"
+    )
+    assert not (tree / "csrc" / "my_op" / "my_op_cuda.cu").exists()
+    assert new_op.main(["my_op", "--remove"]) == 0
+    assert listing(tree) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--inputs", "x"], "--outputs must be 1 to"),
+        (["--outputs", "y"], "--inputs must be 1 to"),
+        (["--inputs", ",".join("abcdefg"), "--outputs", "y"], "--inputs must be 1 to 6 names, got"),
+        (["--inputs", "x,x", "--outputs", "y"], "'x' is the name of two arguments"),
+        (["--inputs", "x,dx", "--outputs", "y"], "'dx' is the name of two arguments"),
+        (["--inputs", "x", "--outputs", "ctx"], "'ctx' is a name that the generated files use"),
+        (["--inputs", "x", "--outputs", "float"], "'float' is a name that the generated files"),
+        (["--inputs", "a b", "--outputs", "y"], "must be an identifier, got 'a b'"),
+        (["--inputs", "if", "--outputs", "y"], "must be an identifier, got 'if'"),
+        (["--inputs", "x" * 11, "--outputs", "y"], "must have at most 9 characters"),
+        (["--inputs", "x", "--outputs", "y", "--include", "csrc"], "not an extension"),
+    ],
+)
+def test_lists_are_checked(tree, capsys, arguments, message):
+    assert message in refused(capsys, "my_op", "--yes", *arguments)
+
+
+@pytest.mark.long
+def test_op_of_several_tensors_computes(tmp_path):
+    checkout = tutorial.copy_checkout(tmp_path / "checkout")
+    variables = tutorial.environment(checkout)
+    for name, arguments in {
+        "some_in": LISTS,
+        "one_in": ["--inputs", "a", "--outputs", "b"],
+    }.items():
+        script = [sys.executable, "scripts/jit_module.py", name, *arguments, "--yes"]
+        tutorial.run(script, checkout, variables)
+    command = [sys.executable, "-m", "pytest", "-q", "tests/L0/ops"]
+    assert " passed" in tutorial.run(command, checkout, variables)
 
 
 # What it undoes -----------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import pytest
 from programs import captured
 from tiny_op import CHECKOUT, TinyCuda
 
-from op_builder import CPUOpBuilder, CUDAOpBuilder, all_builders, get_builder
+from op_builder import CPUOpBuilder, CUDAOpBuilder, all_builders, apex_names, get_builder
 from op_builder.jit.errors import SettingError, UnknownOpError
 from op_builder.jit.prebuild import install
 
@@ -90,7 +90,7 @@ def test_selection_says_why(monkeypatch):
             "APEX_BUILD_TOW is set and belongs to no op; did you mean APEX_BUILD_TW",
         ),
         ("APEX_BUILD_TWO\u200b", r"APEX_BUILD_TWO\\u200b .*; did you mean APEX_BUILD_TWO\?"),
-        ("APEX_BUILD_CPU_OPS", r"did you mean APEX_BUILD_CPP_OPS\?"),
+        ("APEX_BUILD_CPQ_OPS", r"did you mean APEX_BUILD_CPP_OPS\?"),
         ("APEX_BUILD_XYZXYZXYZXYZ", "there are: APEX_BUILD_CPP_OPS, .*APEX_BUILD_PYTHONS"),
     ],
 )
@@ -119,19 +119,63 @@ def test_variables_of_apex_ask_for_the_ops_that_serve_its_extensions(variables, 
     assert [each.op for each in install.check_install(all_builders()) if each.wanted] == ops
 
 
-@pytest.mark.parametrize("extension", ["APEX_C", "BNP", "SYNCBN", "TRANSDUCER_LOSS"])
-def test_extension_of_apex_that_is_not_served(extension, monkeypatch):
-    monkeypatch.setenv(f"APEX_BUILD_{extension}", "1")
-    told = (
-        f"APEX_BUILD_{extension} asks for an extension of apex that apex_te does not serve.*apex.md"
-    )
-    with pytest.raises(SettingError, match=told):
-        install.check_install(all_builders())
+def test_every_variable_of_apex_builds_what_serves_its_extension(monkeypatch):
+    """One that no module serves is an error, one that needs no library a note."""
+    monkeypatch.setattr(install, "cuda_expected", lambda: False)
+    builders = all_builders()
+    for extension in apex_names.EXTENSIONS:
+        variable = f"APEX_BUILD_{extension.variable}"
+        monkeypatch.setenv(variable, "1")
+        serving = apex_names.served_by(extension.module)
+        if serving is None:
+            told = f"{variable} asks for {extension.module}, an extension of apex .* not serve"
+            with pytest.raises(SettingError, match=told):
+                install.check_install(builders)
+        else:
+            choices = install.check_install(builders)
+            assert {each.op for each in choices if each.wanted} == set(serving)
+            needs_none = [f"{variable}: {extension.module} runs on PyTorch and needs no library"]
+            assert install.notes(builders) == ([] if serving else needs_none)
+        monkeypatch.delenv(variable)
 
 
-def test_extensions_of_apex_are_served_by_ops_that_exist():
-    serving = {op for ops in install._APEX_SERVED.values() for op in ops}
-    assert serving <= set(all_builders())
+def test_extensions_of_apex_are_those_of_the_document():
+    """A module that is added to compatibility/apex belongs to one of apex's variables."""
+    modules = {extension.module for extension in apex_names.EXTENSIONS}
+    folder = CHECKOUT / "compatibility" / "apex"
+    assert {path.stem for path in folder.glob("[!_]*.py")} <= modules
+    document = (CHECKOUT / "docs" / "apex.md").read_text()
+    assert [module for module in modules if f"| `{module}` |" not in document] == []
+
+
+def test_variables_of_apex_that_are_not_applicable(monkeypatch):
+    for name in ("BUILD_VERSION", "DESIRED_CUDA", "APEX_COMMIT", "USE_ROCM_AITER_ROPE_BACKEND"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("APEX_BUILD_STRING", "text")
+    install.check_install(BUILDERS)
+    found = install.notes(BUILDERS)
+    assert len(found) == 5
+    assert all(" is not applicable: " in note for note in found)
+    assert any("BUILD_VERSION" in note and "APEX_BUILD_LABEL" in note for note in found)
+
+
+def test_groups_of_apexs_builders(monkeypatch):
+    """APEX_BUILD_CPU_OPS is APEX_BUILD_CPP_OPS in apex; a builder may have a group of its own."""
+
+    class Grouped(CPUOpBuilder):
+        NAME = "grouped"
+        INCLUDE_FLAG = "APEX_BUILD_MY_OPS"
+
+    builders = {**BUILDERS, "grouped": Grouped()}
+    wanted = lambda: [  # noqa: E731
+        f"{each.op}:{each.device}" for each in install.check_install(builders) if each.wanted
+    ]
+    monkeypatch.setenv("APEX_BUILD_MY_OPS", "1")
+    assert wanted() == ["grouped:cpu"]
+    monkeypatch.setenv("APEX_BUILD_CPU_OPS", "1")
+    assert wanted() == ["grouped:cpu", "one:cpu", "two:cpu"]
+    monkeypatch.setenv("APEX_BUILD_CPP_OPS", "0")
+    assert wanted() == ["grouped:cpu"]
 
 
 @pytest.mark.parametrize(("option", "variable"), [("--cpp_ext", "CPP"), ("--cuda_ext", "CUDA")])
@@ -153,8 +197,8 @@ def test_builder_classes_are_checked():
         "APEX_BUILD_TINY",
         "APEX_BUILD_CUDA_OPS",
     )
-    with pytest.raises(TypeError, match="INCLUDE_FLAG must be one of"):
-        type("Bad", (CPUOpBuilder,), {"NAME": "bad", "INCLUDE_FLAG": "APEX_BUILD_OPS"})
+    with pytest.raises(TypeError, match="INCLUDE_FLAG must be the name of an environment"):
+        type("Bad", (CPUOpBuilder,), {"NAME": "bad", "INCLUDE_FLAG": "a b"})
     with pytest.raises(TypeError, match="NAME must be an identifier, got 'a b'"):
         type("Bad", (CPUOpBuilder,), {"NAME": "a b"})
 

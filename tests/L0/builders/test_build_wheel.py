@@ -10,30 +10,10 @@ from pathlib import Path
 
 import pytest
 from programs import captured
-from tiny_op import CHECKOUT, quick_compiler
 
 from op_builder import all_builders
 from op_builder.core import CoreBuilder
 from op_builder.jit.find import inventory
-
-
-@pytest.fixture(scope="module")
-def checkout(tmp_path_factory):
-    """A copy of what an installation reads, so that a test may see whether it stays untouched."""
-    target = tmp_path_factory.mktemp("install") / "checkout"
-    ignore = shutil.ignore_patterns("__pycache__", "*.egg-info", "prebuilt")
-    for name in ("apex_te", "op_builder", "compatibility", "csrc"):
-        shutil.copytree(CHECKOUT / name, target / name, ignore=ignore)
-    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "LICENSE", "README.md"):
-        if (CHECKOUT / name).exists():
-            shutil.copy(CHECKOUT / name, target)
-    return target
-
-
-@pytest.fixture(scope="module")
-def fake_compiler(tmp_path_factory):
-    """A compiler that makes an output of any source at once."""
-    return str(quick_compiler(tmp_path_factory.mktemp("compiler")))
 
 
 def run_hook(checkout, call, **variables):

@@ -1,0 +1,35 @@
+"""Shares of tensors and of the vocabulary."""
+
+from __future__ import annotations
+
+import torch
+
+from ..utils import divide
+
+
+def split_tensor_along_last_dim(
+    tensor: torch.Tensor, num_partitions: int, contiguous_split_chunks: bool = False
+) -> list[torch.Tensor]:
+    """Returns equal shares of the last dimension, as views unless they are to be contiguous."""
+    parts = tensor.split(divide(tensor.shape[-1], num_partitions), -1)
+    return [part.contiguous() if contiguous_split_chunks else part for part in parts]
+
+
+class VocabUtility:
+    """Ranges of the vocabulary, (first, last + 1), that ranks hold."""
+
+    @staticmethod
+    def vocab_range_from_per_partition_vocab_size(
+        per_partition_vocab_size: int, rank: int, world_size: int
+    ) -> tuple[int, int]:
+        """Returns a rank's range, from the size of every rank's."""
+        first = rank * per_partition_vocab_size
+        return first, first + per_partition_vocab_size
+
+    @staticmethod
+    def vocab_range_from_global_vocab_size(
+        global_vocab_size: int, rank: int, world_size: int
+    ) -> tuple[int, int]:
+        """Returns a rank's range, from the size of the vocabulary."""
+        size = divide(global_vocab_size, world_size)
+        return VocabUtility.vocab_range_from_per_partition_vocab_size(size, rank, world_size)
