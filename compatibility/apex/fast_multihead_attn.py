@@ -352,7 +352,7 @@ def mask_softmax_dropout_forward(
         [dropped softmax, dropout mask, softmax].
     """
     mask = _Mask("mask_softmax_dropout_forward", pad_mask if use_mask else None)
-    return _softmax_dropout(mask, is_training, heads, inputs, dropout_prob)
+    return _masked_softmax_dropout(mask, is_training, heads, inputs, dropout_prob)
 
 
 def mask_softmax_dropout_backward(
@@ -380,7 +380,7 @@ def additive_mask_softmax_dropout_forward(
     """Computes ``mask_softmax_dropout_forward`` with a mask that is added to the scores."""
     op = "additive_mask_softmax_dropout_forward"
     mask = _Mask(op, pad_mask if use_mask else None, additive=True)
-    return _softmax_dropout(mask, is_training, heads, inputs, dropout_prob)
+    return _masked_softmax_dropout(mask, is_training, heads, inputs, dropout_prob)
 
 
 def additive_mask_softmax_dropout_backward(
@@ -460,10 +460,15 @@ def _forward(
     _check(mask.op, heads, named)
     lins = [linear(*source) for source in sources]
     q, k, v = _heads(lins, heads, embed)
-    scores = q.new_empty(len(q), q.shape[1], k.shape[1])
-    # The scale goes into the matmul, so that float16 scores do not overflow.
-    scores.baddbmm_(q, k.mT, beta=0, alpha=q.shape[-1] ** -0.5)
-    dropped, dropout_mask, softmax = _softmax_dropout(mask, is_training, heads, scores, p)
+    scores = q.new_empty(len(q) // heads, heads, q.shape[1], k.shape[1])
+    hidden = mask.view(scores)
+    beta = 0
+    if mask.additive and hidden is not None:
+        scores.copy_(hidden)
+        hidden, beta = None, 1
+    # Scale and sum belong to the matmul: float16 does not overflow, and rounds once.
+    scores.view(-1, *scores.shape[2:]).baddbmm_(q, k.mT, beta=beta, alpha=q.shape[-1] ** -0.5)
+    dropped, dropout_mask, softmax = _softmax_dropout(is_training, scores, hidden, p)
     context = q.new_empty(*lins[0].shape[:2], embed)
     torch.bmm(dropped, v, out=_heads([context], heads, embed)[0])
     return [*lins, softmax, dropped, dropout_mask, context, linear(context, w_out, b_out)]
@@ -514,7 +519,7 @@ def _heads(lins: Sequence[Tensor], heads: int, embed: int) -> list[Tensor]:
 
 
 @torch.no_grad()
-def _softmax_dropout(
+def _masked_softmax_dropout(
     mask: _Mask, is_training: bool, heads: int, scores: Tensor, p: float
 ) -> list[Tensor]:
     """Returns [dropped softmax, dropout mask, softmax] of scores [seqs * heads, q, k]."""
@@ -524,11 +529,18 @@ def _softmax_dropout(
             f"{mask.op}: inputs must have shape [seqs * {heads}, queries, keys], "
             f"got {list(scores.shape)}"
         )
-    by_head = scores.view(scores.shape[0] // heads, heads, *scores.shape[1:])
+    by_head = scores.unflatten(0, (-1, heads))
     hidden = mask.view(by_head)
     if mask.additive and hidden is not None:
         by_head, hidden = by_head + hidden, None
-    softmax = scaled_softmax_fwd(by_head, 1.0, hidden).view(scores.shape)
+    return _softmax_dropout(is_training, by_head, hidden, p)
+
+
+def _softmax_dropout(
+    is_training: bool, scores: Tensor, hidden: Tensor | None, p: float
+) -> list[Tensor]:
+    """Returns [dropped softmax, dropout mask, softmax], [seqs * heads, q, k] of scores by head."""
+    softmax = scaled_softmax_fwd(scores, 1.0, hidden).flatten(0, 1)
     dropped, kept = _dropout(softmax, is_training, p)
     return [dropped, kept, softmax]
 

@@ -6,7 +6,7 @@ from apex_te.compatibility.apex import fast_multihead_attn as ext
 from checks import DTYPES, assert_as_good_as_torch, assert_same_bits, in_pairs
 from torch.nn import functional as F
 
-HEADS, SEQS, QUERIES, KEYS, EMBED = 4, 3, 9, 7, 32
+HEADS, SEQS, QUERIES, KEYS, EMBED = 4, 4, 17, 11, 64
 KINDS = ("self_attn", "self_attn_bias", "self_attn_bias_additive_mask", "self_attn_norm_add")
 KINDS += ("encdec_multihead_attn", "encdec_multihead_attn_norm_add")
 # The forward's results before the output, and how backward takes them.
@@ -178,13 +178,13 @@ def test_refuses(device):
     t = tensors_of("self_attn", device, torch.float32)
     x, w_in, w_out = t.values()
     call = ext.self_attn_forward
-    with pytest.raises(ValueError, match="heads must divide the 32 channels, got 5"):
+    with pytest.raises(ValueError, match="heads must divide the 64 channels, got 5"):
         call(False, False, True, 5, x, w_in, w_out, None, 0.0)
-    with pytest.raises(ValueError, match=r"input_weights must have shape \[96, 32\], got \[32"):
+    with pytest.raises(ValueError, match=r"input_weights must have shape \[192, 64\], got \[64"):
         call(False, False, True, 4, x, w_out, w_out, None, 0.0)
     with pytest.raises(TypeError, match=r"output_weights must be torch.float32 as inputs is"):
         call(False, False, True, 4, x, w_in, w_out.half(), None, 0.0)
-    with pytest.raises(ValueError, match=r"pad_mask must have shape \[3, 9\], got \[9, 9\]"):
+    with pytest.raises(ValueError, match=r"pad_mask must have shape \[4, 17\], got \[9, 9\]"):
         call(True, False, True, 4, x, w_in, w_out, torch.ones(9, 9, device=device), 0.0)
     with pytest.raises(ValueError, match="use_time_mask must be False, got True"):
         ext.self_attn_bias_additive_mask_forward(

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch.nn.functional import layer_norm
 
-from .....module.layer_norm import LayerNorm
-from .....ops.bias_dropout_add import bias_dropout_add
+from apex_te.module.layer_norm import LayerNorm
+from apex_te.ops.bias_dropout_add import bias_dropout_add
 
 
 def jit_dropout_add(

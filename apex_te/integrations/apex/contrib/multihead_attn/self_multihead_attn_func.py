@@ -75,9 +75,15 @@ def attend(
             mask = ~mask
         context = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     else:
-        scores = (q * scale) @ k.mT
-        if mask is not None:
-            scores = scores + mask if is_additive else scores.masked_fill(mask, -torch.inf)
+        # Scale and sum belong to the matmul: float16 does not overflow, and rounds once.
+        start, beta = q.new_zeros(()), 0
+        if mask is not None and is_additive:
+            start, beta = mask.expand(*q.shape[:3], -1).flatten(0, 1), 1
+        batches = (q.flatten(0, 1), k.flatten(0, 1).mT)
+        scores = torch.baddbmm(start, *batches, beta=beta, alpha=scale)
+        scores = scores.unflatten(0, q.shape[:2])
+        if mask is not None and not is_additive:
+            scores = scores.masked_fill(mask, -torch.inf)
         context = dropout(torch.softmax(scores, -1), dropout_prob) @ v
     return context.permute(2, 0, 1, 3).flatten(2)
 
