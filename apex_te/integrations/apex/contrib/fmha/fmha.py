@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from apex_te.module.attention import DotProductAttention
+from apex_te.module.attention.dot_product import DotProductAttention
 
 __all__ = ["FMHA", "FMHAFun"]
 

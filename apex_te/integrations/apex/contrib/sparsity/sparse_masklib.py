@@ -25,7 +25,7 @@ def m4n2_1d(mat: torch.Tensor, density: float = 0.5) -> torch.Tensor:
     """
     rows, cols = mat.shape
     groups = pad(mat.abs().float(), (0, -cols % _GROUP)).view(rows, -1, _GROUP)
-    order = groups.argsort(-1, descending=True, stable=True)
+    order = groups.argsort(dim=-1, descending=True, stable=True)
     mask = torch.zeros_like(groups).scatter_(-1, order[..., :_KEPT], 1.0)
     return mask.view(rows, -1)[:, :cols]
 
@@ -41,7 +41,7 @@ def m4n2_2d_best(mat: torch.Tensor, density: float = 0.5) -> torch.Tensor:
 def m4n2_2d_greedy(mat: torch.Tensor, density: float = 0.5) -> torch.Tensor:
     """Returns a mask of at most 2 in each row and column of each block of 4x4, largest first."""
     blocks, cols = _blocks("m4n2_2d_greedy", mat)
-    order = blocks.argsort(-1, descending=True, stable=True)
+    order = blocks.argsort(dim=-1, descending=True, stable=True)
     mask = torch.zeros_like(blocks)
     every = torch.arange(len(blocks), device=mat.device)
     for place in order.unbind(-1):
@@ -85,12 +85,11 @@ def create_mask(
     calculate = _CALCULATORS[pattern]
     if tensor.dim() == 1:
         return calculate(tensor[None], density)[0].to(tensor.dtype)
-    # Channels last; for [K, C, R, S] rows are (R, S, K), so that 2D blocks are of K and C.
-    last = tensor.movedim((2, 3), (0, 1)) if tensor.dim() == 4 else tensor
-    last = last.transpose(1, 2) if tensor.dim() == 3 else last
-    mask = calculate(last.reshape(-1, tensor.shape[1]), density).reshape(last.shape)
-    mask = mask.transpose(1, 2) if tensor.dim() == 3 else mask
-    mask = mask.movedim((0, 1), (2, 3)) if tensor.dim() == 4 else mask
+    # A convolution's kernel positions first: rows and columns of each matrix are K and C.
+    kernel, front = [*range(2, tensor.dim())], [*range(tensor.dim() - 2)]
+    moved = tensor.movedim(kernel, front)
+    mask = calculate(moved.reshape(-1, tensor.shape[1]), density).reshape(moved.shape)
+    mask = mask.movedim(front, kernel)
     return mask.to(tensor.dtype).contiguous()
 
 
