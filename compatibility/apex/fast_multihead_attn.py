@@ -418,7 +418,9 @@ class _Mask:
         return shaped.to(scores.dtype if self.additive else torch.bool)
 
 
-def _check(op: str, heads: int, tensors: Sequence[tuple[str, Tensor, Sequence[int | None]]]) -> None:
+def _check(
+    op: str, heads: int, tensors: Sequence[tuple[str, Tensor, Sequence[int | None]]]
+) -> None:
     """Checks dtypes against the first tensor's and shapes, in which None is any size."""
     dtype = tensors[0][1].dtype
     for name, tensor, wanted in tensors:

@@ -47,7 +47,7 @@ def mask_of(form, kind, device, dtype):
 
 
 def formula(kind, mask, over_time, kept, kept_out, p, **t):
-    """The layer in plain PyTorch, in the tensors' dtype, with the dropout masks that it is given."""
+    """The layer in plain PyTorch, in the tensors' dtype, with the dropout masks given."""
     x = t["x"]
     source = F.layer_norm(x, (EMBED,), t["gamma"], t["beta"]) if "norm" in kind else x
 

@@ -8,6 +8,13 @@ from torch.nn import functional as F
 
 from apex_te.integrations.apex.contrib import conv_bias_relu as package
 
+
+@pytest.fixture(autouse=True)
+def _exact(monkeypatch):
+    """Convolutions in fp32, where cuDNN would compute in TF32."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
 FORMULAS = {
     "ConvBiasReLU": lambda conv, scale, bias, mask: torch.relu(conv + bias),
     "ConvBias": lambda conv, scale, bias, mask: conv + bias,
@@ -45,8 +52,8 @@ def test_function(device, name, layout, dtype):
 
 
 def test_extension_returns_lists(device):
-    x, weight, bias = (torch.randn(s, device=device) for s in ((1, 8, 4, 4), (8, 8, 1, 1), (8,)))
-    for bias in (bias, bias.view(1, 8, 1, 1)):
+    x, weight, flat = (torch.randn(s, device=device) for s in ((1, 8, 4, 4), (8, 8, 1, 1), (8,)))
+    for bias in (flat, flat.view(1, 8, 1, 1)):
         (y,) = ext.forward([x, weight, bias], 0, 1)
         grads = ext.backward([x, weight, y, torch.ones_like(y)], 0, 1)
         assert [list(g.shape) for g in grads] == [[1, 8, 4, 4], [8, 8, 1, 1], [1, 8, 1, 1]]
@@ -55,7 +62,7 @@ def test_extension_returns_lists(device):
 
 def test_refuses(device):
     x, weight, bias = (torch.randn(s, device=device) for s in ((1, 8, 4, 4), (8, 8, 1, 1), (8,)))
-    with pytest.raises(ValueError, match="fused_conv_bias_relu.forward: inputs must be 3 tensors"):
+    with pytest.raises(ValueError, match=r"fused_conv_bias_relu.forward: inputs must be 3 tensors"):
         ext.forward([x, weight], 0, 1)
     with pytest.raises(ValueError, match="bias must have 8 elements, got 7"):
         ext.forward([x, weight, bias[:7]], 0, 1)

@@ -112,7 +112,9 @@ def test_module(device, encdec, impl, bias, norm, separate, mask, dtype):
         q, k = (t.detach().cpu().to(wide).requires_grad_() for t in (query, key))
         hidden = None if given is None else given.cpu()
         y = formula(module, p, q, k, hidden, mask == "time")
-        grads = torch.autograd.grad(y, [q, *([k] if encdec else []), *p.values()], dy.cpu().to(wide))
+        grads = torch.autograd.grad(
+            y, [q, *([k] if encdec else []), *p.values()], dy.cpu().to(wide)
+        )
         results.append([y.detach(), *grads, y.detach()])
     for a, exact, same in zip(actual, *results, strict=True):
         assert_as_good_as_torch(a, exact, same)
@@ -155,6 +157,7 @@ def test_autocast(device, impl, norm):
 
 def test_names_of_parameters():
     """apex's checkpoints load."""
+
     def names(kind, **options):  # fmt: skip
         return set(kind(EMBED, HEADS, **options).state_dict())
 
@@ -189,6 +192,10 @@ def test_initial_weights():
     assert (module.lyr_nrm_gamma_weights == 1).all()
 
 
+def masked(scores, hidden):
+    return scores.masked_fill(hidden.bool(), -torch.inf)
+
+
 @pytest.mark.parametrize("additive", [False, True])
 def test_mask_softmax_dropout(device, additive):
     scores = torch.randn(SEQS * HEADS, QUERIES, KEYS, device=device, requires_grad=True)
@@ -200,11 +207,8 @@ def test_mask_softmax_dropout(device, additive):
     for wide in (torch.float64, torch.float32):
         leaf = scores.detach().cpu().to(wide).requires_grad_()
         shaped, hidden = leaf.view(SEQS, HEADS, QUERIES, KEYS), mask.cpu()[:, None, None]
-        if additive:
-            shaped = shaped + hidden
-        else:
-            shaped = shaped.masked_fill(hidden.bool(), -torch.inf)
-        out = shaped.softmax(-1).view(scores.shape)
+        hide = torch.Tensor.add if additive else masked
+        out = hide(shaped, hidden).softmax(-1).view(scores.shape)
         results.append([out, torch.autograd.grad(out, leaf, dy.cpu().to(wide))[0]])
     for a, exact, same in zip(*results, strict=True):
         assert_as_good_as_torch(a, exact, same)

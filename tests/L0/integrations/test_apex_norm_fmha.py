@@ -105,5 +105,5 @@ def test_fmha_drops_in_training_alone(device):
 
 
 def test_fmha_refuses():
-    with pytest.raises(ValueError, match="hidden_size must be divisible by config.num_attention"):
+    with pytest.raises(ValueError, match=r"hidden_size must be divisible by config.num_attention"):
         FMHA(config(heads=5))

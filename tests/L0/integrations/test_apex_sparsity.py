@@ -157,7 +157,7 @@ def test_restored_weights_and_new_masks():
 
 
 def test_which_weights():
-    """Lists of types and names, other layers, parameters without gradients, sizes that do not fit."""
+    """Lists of types and names, other layers, frozen parameters, sizes that do not fit."""
 
     class Own(torch.nn.Module):
         def __init__(self):
@@ -208,7 +208,7 @@ def test_own_mask():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(16,), (8, 16), (5, 16), (3, 18), (8, 16, 3), (8, 16, 3, 2)])
 def test_rows(device, shape, dtype):
-    """2 of each 4 input channels, the largest; columns that are left over as a group of their own."""
+    """2 of each 4 input channels, the largest; left over columns are a group of their own."""
     weight = torch.randn(shape).to(dtype).to(device)
     mask = create_mask(weight)
     assert mask.dtype is dtype

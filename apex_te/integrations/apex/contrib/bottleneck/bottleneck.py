@@ -132,8 +132,8 @@ class SpatialBottleneck(Bottleneck):
 
     Args:
         spatial_parallel_args: (number of ranks, this rank's place, process group, halo exchanger,
-            method, use_delay_kernel), the last two of which are not read; None means one rank. The
-            other arguments are as in ``Bottleneck``.
+            method, use_delay_kernel); the last two are not read. None means one rank. The other
+            arguments are as in ``Bottleneck``.
 
     Raises:
         ValueError: several ranks have no halo exchanger.

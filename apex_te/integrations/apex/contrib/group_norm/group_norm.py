@@ -51,6 +51,9 @@ class GroupNorm(torch.nn.Module):
     Source: apex.contrib.group_norm.
     """
 
+    weight: torch.nn.Parameter | None
+    bias: torch.nn.Parameter | None
+
     def __init__(
         self,
         num_groups: int,
@@ -75,14 +78,14 @@ class GroupNorm(torch.nn.Module):
 
     def reset_parameters(self) -> None:
         """Sets the weight to 1 and the bias to 0."""
-        if self.affine:
+        if self.weight is not None and self.bias is not None:
             torch.nn.init.ones_(self.weight)
             torch.nn.init.zeros_(self.bias)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Returns the norm of ``input`` [N, C, ...], in its dtype and layout."""
-        affine = (self.weight, self.bias)
-        y = torch_group_norm(input, self.num_groups, *affine, self.eps, self.act)
+        weight, bias = self.weight, self.bias
+        y = torch_group_norm(input, self.num_groups, weight, bias, self.eps, self.act)
         is_nhwc = input.dim() == 4 and input.is_contiguous(memory_format=torch.channels_last)
         return y.contiguous(memory_format=torch.channels_last) if is_nhwc else y
 

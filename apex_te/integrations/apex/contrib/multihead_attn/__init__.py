@@ -1,4 +1,4 @@
-"""apex.contrib.multihead_attn: attention layers for [tokens, seqs, embed] with their projections."""
+"""apex.contrib.multihead_attn: attention layers with their projections."""
 
 from .encdec_multihead_attn import EncdecMultiheadAttn as EncdecMultiheadAttn
 from .mask_softmax_dropout_func import (

@@ -21,6 +21,11 @@ def jit_dropout_add(
 class AttentionBase(torch.nn.Module):
     """Options that both modules take, and the parameters of the norm."""
 
+    out_proj_weight: torch.nn.Parameter
+    out_proj_bias: torch.nn.Parameter | None
+    lyr_nrm_gamma_weights: torch.nn.Parameter
+    lyr_nrm_beta_weights: torch.nn.Parameter
+
     def __init__(
         self,
         embed_dim: int,

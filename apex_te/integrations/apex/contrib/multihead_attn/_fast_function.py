@@ -12,6 +12,7 @@ class FastFunction(torch.autograd.Function):
 
     @classmethod
     def apply(cls, *args: Any) -> torch.Tensor:
+        """Calls the function with the arguments of its ``forward``."""
         device = next(a.device.type for a in args if isinstance(a, torch.Tensor))
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)

@@ -33,6 +33,11 @@ class EncdecMultiheadAttn(AttentionBase):
     Source: apex.contrib.multihead_attn.
     """
 
+    in_proj_weight_q: torch.nn.Parameter
+    in_proj_weight_kv: torch.nn.Parameter
+    in_proj_bias_q: torch.nn.Parameter | None
+    in_proj_bias_kv: torch.nn.Parameter | None
+
     def __init__(
         self,
         embed_dim: int,
@@ -79,7 +84,7 @@ class EncdecMultiheadAttn(AttentionBase):
 
         Args:
             query: [queries, seqs, embed_dim], float32, float16 or bfloat16.
-            key: [keys, seqs, embed_dim], of which keys and values are made.
+            key: [keys, seqs, embed_dim]; keys and values are projections of it.
             value: not read.
             key_padding_mask: [seqs, keys]; nonzero hides a key.
             need_weights: not read; no attention weights are returned.

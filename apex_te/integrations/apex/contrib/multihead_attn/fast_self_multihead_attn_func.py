@@ -44,7 +44,7 @@ class FastSelfAttnFunc(FastFunction):
                 "self_attn_func supports it"
             )
         masking = (pad_mask is not None, use_time_mask, is_training)
-        *saved, out = run(*masking, heads, *tensors, pad_mask, dropout_prob)  # type: ignore[operator]
+        *saved, out = run(*masking, heads, *tensors, pad_mask, dropout_prob)
         lin, softmax, dropped, kept, context = saved
         ctx.save_for_backward(context, dropped, softmax, lin, *tensors[:3], kept)
         return out

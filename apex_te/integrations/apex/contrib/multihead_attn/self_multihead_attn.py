@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
@@ -37,6 +38,11 @@ class SelfMultiheadAttn(AttentionBase):
 
     Source: apex.contrib.multihead_attn.
     """
+
+    in_proj_weight: torch.nn.Parameter
+    q_weight: torch.nn.Parameter
+    k_weight: torch.nn.Parameter
+    v_weight: torch.nn.Parameter
 
     def __init__(
         self,
@@ -128,7 +134,7 @@ class SelfMultiheadAttn(AttentionBase):
             )
         return out, None
 
-    def _joined(self, kind: str) -> torch.Tensor | None:
+    def _joined(self, kind: str) -> Any:
         """Returns the input projection's weight or bias, with rows ordered head, (q, k, v)."""
         if not self.separate_qkv_params:
             return getattr(self, f"in_proj_{kind}")

@@ -69,7 +69,8 @@ class nccl_mem(contextlib.AbstractContextManager):
         device: torch.device | str | int | None = None,
         group: Any = None,
     ) -> None:
-        self.pool, self.device, self.group = pool, None, None
+        self.pool, self.group = pool, None
+        self.device: Any = None
         self.mem_context: Any = contextlib.nullcontext()
         if not enabled:
             return

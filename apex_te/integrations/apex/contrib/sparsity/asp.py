@@ -15,7 +15,7 @@ from .sparse_masklib import create_mask
 __all__ = ["ASP", "eligible_modules"]
 
 _LOG = logging.getLogger(__name__)
-_SPARSE_PARAMETERS: dict[type, list[str]] = {
+_SPARSE_PARAMETERS: dict[type[nn.Module], list[str]] = {
     nn.Linear: ["weight"],
     nn.Conv1d: ["weight"],
     nn.Conv2d: ["weight"],
@@ -38,7 +38,7 @@ class _Sparse(NamedTuple):
 
 def eligible_modules(
     model: nn.Module,
-    whitelist_layer_types: tuple[type, ...],
+    whitelist_layer_types: tuple[type[nn.Module], ...],
     allowed_layer_names: Sequence[str] | None,
     disallowed_layer_names: Sequence[str],
 ) -> list[tuple[str, nn.Module]]:
@@ -74,13 +74,17 @@ class ASP:
         model: nn.Module,
         mask_calculator: str | Callable[[torch.Tensor], torch.Tensor] = "m4n2_1d",
         verbosity: int = 3,
-        whitelist: Sequence[type] = (
-            nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MultiheadAttention,
+        whitelist: Sequence[type[nn.Module]] = (
+            nn.Linear,
+            nn.Conv1d,
+            nn.Conv2d,
+            nn.Conv3d,
+            nn.MultiheadAttention,
         ),
         allowed_layer_names: Sequence[str] | None = None,
         disallowed_layer_names: Sequence[str] = (),
         allow_recompute_mask: bool = False,
-        custom_layer_dict: dict[type, list[str]] | None = None,
+        custom_layer_dict: dict[type[nn.Module], list[str]] | None = None,
         allow_permutation: bool = True,
     ) -> None:
         """Adds masks of ones to the weights that are to become sparse; none is yet.
