@@ -3,7 +3,7 @@
 import pytest
 import torch
 from apex_te.compatibility.apex import fused_conv_bias_relu as ext
-from checks import DTYPES, assert_as_good_as_torch
+from checks import DTYPES, assert_as_good_as_torch, needs_cuda
 from torch.nn import functional as F
 
 from apex_te.integrations.apex.contrib import conv_bias_relu as package
@@ -49,6 +49,18 @@ def test_function(device, name, layout, dtype):
         results.append([out.detach(), *torch.autograd.grad(out, cpu, dy.cpu().to(wide))])
     for a, exact, same in zip(actual, *results, strict=True):
         assert_as_good_as_torch(a, exact, same)
+
+
+@needs_cuda
+def test_autocast_computes_in_half():
+    """As under apex's custom_fwd, also where autocast has another dtype."""
+    x, weight, bias = (torch.randn(s, device="cuda") for s in ((1, 8, 4, 4), (8, 8, 3, 3), (8,)))
+    weight.requires_grad_()
+    with torch.autocast("cuda", torch.bfloat16):
+        y = package.ConvBiasReLU(x, weight, bias, 1, 1)
+    assert y.dtype is torch.float16
+    y.float().sum().backward()
+    assert weight.grad.dtype is torch.float32
 
 
 def test_extension_returns_lists(device):

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 from apex_te.compatibility.apex import _apex_nccl_allocator, nccl_p2p_cuda, peer_memory_cuda
-from checks import DTYPES, assert_as_good_as_torch, assert_same_bits
+from checks import DTYPES, assert_as_good_as_torch, assert_same_bits, needs_cuda
 from torch import distributed
 
 from apex_te.integrations.apex.contrib import bottleneck, nccl_allocator, peer_memory
@@ -247,3 +247,24 @@ def test_nccl_allocator_says_what_it_needs(monkeypatch):
     nccl_allocator.init()
     assert os.environ["NCCL_NVLS_ENABLE"] == "1"
     assert os.environ["TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"] == "0"
+
+
+@needs_cuda
+def test_nccl_pool(tmp_path):
+    """Tensors of the pool are NCCL's memory, and collectives take them."""
+    distributed.init_process_group(
+        "nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
+    try:
+        distributed.all_reduce(torch.ones(1, device="cuda"))
+        pool = nccl_allocator.create_nccl_mem_pool()
+        with nccl_allocator.nccl_mem(pool):
+            x = torch.full((1024,), 2.0, device="cuda")
+        distributed.all_reduce(x)
+        assert x.sum().item() == 2048
+        address = x.data_ptr()
+        segments = [(s["address"], s["total_size"]) for s in pool.snapshot()]
+        assert any(start <= address < start + size for start, size in segments)
+        del x
+    finally:
+        distributed.destroy_process_group()
