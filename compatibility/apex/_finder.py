@@ -16,9 +16,12 @@ from apex_te.op_builder import builder_names, get_builder
 from ..finder import ENTRY, OpFinder, OpLoader
 
 NAMES = (
+    "_apex_nccl_allocator",
     "amp_C",
+    "fast_multihead_attn",
     "fused_adam_cuda",
     "fused_bias_swiglu",
+    "fused_conv_bias_relu",
     "fused_dense_cuda",
     "fused_lamb_cuda",
     "fused_layer_norm_cuda",
@@ -26,6 +29,8 @@ NAMES = (
     "fused_weight_gradient_mlp_cuda",
     "generic_scaled_masked_softmax_cuda",
     "mlp_cuda",
+    "nccl_p2p_cuda",
+    "peer_memory_cuda",
     "scaled_masked_softmax_cuda",
     "scaled_softmax_cuda",
     "scaled_upper_triang_masked_softmax_cuda",
