@@ -54,6 +54,7 @@ OPS = {
         devices=("cuda",),
         min_arch=(9, 0),
     ),
+    "focal_loss": Op("the sigmoid focal loss and its gradient in one pass over the logits"),
     "fp8_gemm": Op(
         "FP8 GEMMs, which check for arch 8.9 in each call: ``min_arch`` is only 8.0",
         needs_blas=True,

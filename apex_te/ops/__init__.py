@@ -22,6 +22,7 @@ if _typing.TYPE_CHECKING:  # for type checkers; at run time each module is impor
     from . import dense_gemm as dense_gemm
     from . import dense_gemm_swiglu as dense_gemm_swiglu
     from . import emulated_gemm as emulated_gemm
+    from . import focal_loss as focal_loss
     from . import fp8_gemm as fp8_gemm
     from . import grouped_cast as grouped_cast
     from . import grouped_gemm as grouped_gemm

@@ -17,6 +17,7 @@ from ..finder import ENTRY, OpFinder, OpLoader
 
 NAMES = (
     "amp_C",
+    "focal_loss_cuda",
     "fused_adam_cuda",
     "fused_bias_swiglu",
     "fused_dense_cuda",

@@ -22,6 +22,7 @@ amp_C: multi_tensor_adagrad multi_tensor_adam multi_tensor_adam_capturable
   multi_tensor_l2norm_scale multi_tensor_lamb multi_tensor_lamb_mp multi_tensor_lamb_stage1_cuda
   multi_tensor_lamb_stage2_cuda multi_tensor_lars multi_tensor_novograd multi_tensor_scale
   multi_tensor_sgd multi_tensor_unscale_l2norm update_scale_hysteresis
+focal_loss_cuda: backward forward
 fused_adam_cuda: adam adam_mt maybe_adam_undo maybe_cast maybe_cast_mt reversible_adam
   strided_check_finite
 fused_bias_swiglu: backward forward
@@ -44,7 +45,7 @@ _LINES = [line.split(":") for line in SERVED.strip().replace("\n  ", " ").splitl
 EXPORTS = {name: set(functions.split()) for name, functions in _LINES}
 _OTHERS = """
 _apex_nccl_allocator apex_C bnp distributed_adam_cuda distributed_lamb_cuda fast_multihead_attn
-focal_loss_cuda fused_conv_bias_relu fused_index_mul_2d nccl_p2p_cuda peer_memory_cuda syncbn
+fused_conv_bias_relu fused_index_mul_2d nccl_p2p_cuda peer_memory_cuda syncbn
 transducer_joint_cuda transducer_loss_cuda
 """
 NOT_SERVED = _OTHERS.split()

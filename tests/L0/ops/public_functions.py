@@ -200,6 +200,11 @@ def loss_bwd_case(rows: int, cols: int, **more: Any) -> dict[str, Any]:
     return {**case, "stats": stats, "grad_output": one(2.0), "grad": matrix(rows, cols), **more}
 
 
+def focal_case(rows: int, cols: int) -> dict[str, Any]:
+    target = torch.randint(-2, max(cols, 1), (rows,))
+    return {"logits": matrix(rows, cols), "target": target, "num_positives": one(3.0)}
+
+
 def fp8_case(**more: Any) -> dict[str, Any]:
     return {**more, "scale": one(), "fp8_dtype": E4M3, "amax": one(0.0)}
 
@@ -400,6 +405,14 @@ def make_case(name: str, rows: int = 32, cols: int = 64) -> Case:
             gemm_case(*shape, a=hif8.encode(x), b=hif8.encode(matrix(16, cols))), ("out",)
         ),
         "emulated_gemm.mx_gemm": lambda: Case(mx_gemm_case(*shape), ("out",)),
+        "focal_loss.focal_loss": lambda: Case(focal_case(*shape)),
+        "focal_loss.focal_loss_fwd": lambda: Case(focal_case(*shape)),
+        "focal_loss.focal_loss_bwd": lambda: Case(
+            {**focal_case(*shape), "grad_output": one(2.0)}
+        ),
+        "focal_loss.focal_loss_scale": lambda: Case(
+            {"grad": x, "grad_output": one(2.0), "num_positives": one(3.0)}, ("grad",)
+        ),
         "fp8_gemm.fp8_gemm": lambda: Case(gemm_case(*shape, gelu=True), ("out",)),
         "fp8_gemm.block_scaled_gemm": lambda: Case(
             {**block_gemm_case(*shape), "a_block_rows": 1, "b_block_rows": 128}, ("out",)
@@ -682,6 +695,7 @@ DIFFERENTIABLE = {
     "bias_dropout_add.bias_dropout_add",
     "bias_gelu.bias_gelu",
     "cross_entropy.cross_entropy",
+    "focal_loss.focal_loss",
     "layer_norm.layer_norm",
     "rms_norm.rms_norm",
     "rope.rope",
@@ -710,6 +724,8 @@ ONLY_FLOAT32 = {
     "block_quantize.block_dequantize",
     "cross_entropy.cross_entropy_bwd",
     "cross_entropy.scale_gradient",
+    "focal_loss.focal_loss_bwd",
+    "focal_loss.focal_loss_scale",
     "hif8.decode",
     "multi_tensor.amax",
     "mx_quantize.mx_dequantize",
