@@ -73,6 +73,9 @@ OPS = {
         "the cast to FP8 of groups of rows, one scale each; their sizes lie on the GPU"
     ),
     "hif8": Op("HiF8 encoding, decoding, and the cast with one scale for the tensor"),
+    "index_mul_2d": Op(
+        "rows that an index picks times other rows, and the gradients, summed in a fixed order"
+    ),
     "layer_norm": Op("layer normalisation, also with a residual and with FP8 output"),
     "moe_permute": Op("the permutation of tokens' rows to their experts and back"),
     "moe_router": Op("the choice of each token's experts, their scores, and the gradients"),

@@ -28,6 +28,7 @@ if _typing.TYPE_CHECKING:  # for type checkers; at run time each module is impor
     from . import grouped_gemm as grouped_gemm
     from . import grouped_quantize as grouped_quantize
     from . import hif8 as hif8
+    from . import index_mul_2d as index_mul_2d
     from . import layer_norm as layer_norm
     from . import moe_permute as moe_permute
     from . import moe_router as moe_router

@@ -21,6 +21,7 @@ NAMES = (
     "fused_adam_cuda",
     "fused_bias_swiglu",
     "fused_dense_cuda",
+    "fused_index_mul_2d",
     "fused_lamb_cuda",
     "fused_layer_norm_cuda",
     "fused_rotary_positional_embedding",

@@ -28,6 +28,8 @@ fused_adam_cuda: adam adam_mt maybe_adam_undo maybe_cast maybe_cast_mt reversibl
 fused_bias_swiglu: backward forward
 fused_dense_cuda: linear_bias_backward linear_bias_forward linear_gelu_linear_backward
   linear_gelu_linear_forward
+fused_index_mul_2d: float_backward float_backward_backward float_forward half_backward
+  half_backward_backward half_forward
 fused_lamb_cuda: lamb
 fused_layer_norm_cuda: backward backward_affine forward forward_affine forward_affine_mixed_dtypes
   rms_backward rms_backward_affine rms_forward rms_forward_affine rms_forward_affine_mixed_dtypes
@@ -45,7 +47,7 @@ _LINES = [line.split(":") for line in SERVED.strip().replace("\n  ", " ").splitl
 EXPORTS = {name: set(functions.split()) for name, functions in _LINES}
 _OTHERS = """
 _apex_nccl_allocator apex_C bnp distributed_adam_cuda distributed_lamb_cuda fast_multihead_attn
-fused_conv_bias_relu fused_index_mul_2d nccl_p2p_cuda peer_memory_cuda syncbn
+fused_conv_bias_relu nccl_p2p_cuda peer_memory_cuda syncbn
 transducer_joint_cuda transducer_loss_cuda
 """
 NOT_SERVED = _OTHERS.split()

@@ -205,6 +205,11 @@ def focal_case(rows: int, cols: int) -> dict[str, Any]:
     return {"logits": matrix(rows, cols), "target": target, "num_positives": one(3.0)}
 
 
+def index_mul_case(rows: int, cols: int) -> dict[str, Any]:
+    index = torch.randint(0, max(rows, 1), (rows,))
+    return {"in1": matrix(rows, cols), "in2": matrix(rows, cols), "index": index}
+
+
 def fp8_case(**more: Any) -> dict[str, Any]:
     return {**more, "scale": one(), "fp8_dtype": E4M3, "amax": one(0.0)}
 
@@ -511,6 +516,15 @@ def make_case(name: str, rows: int = 32, cols: int = 64) -> Case:
         "hif8.quantize_current": lambda: Case(
             {"x": x, "target": 15.0, "eps": 0.0, "amax": one(), **hif8_pair}, tuple(hif8_pair)
         ),
+        "index_mul_2d.index_mul_2d": lambda: Case(index_mul_case(*shape)),
+        "index_mul_2d.index_mul_2d_fwd": lambda: Case(
+            {**index_mul_case(*shape), "more1": matrix(*shape), "more2": matrix(*shape),
+             "out": torch.zeros(shape)}, ("out",)
+        ),
+        "index_mul_2d.index_mul_2d_bwd": lambda: Case(
+            {"dout": x, **index_mul_case(*shape), "din1": matrix(*shape), "out": torch.zeros(shape)},
+            ("din1", "out"),
+        ),
         "layer_norm.layer_norm": lambda: Case(norm_case(*shape, bias=w)),
         "layer_norm.layer_norm_fwd": lambda: Case(norm_case(*shape, bias=w)),
         "layer_norm.layer_norm_fwd_fp8": lambda: Case(
@@ -696,6 +710,7 @@ DIFFERENTIABLE = {
     "bias_gelu.bias_gelu",
     "cross_entropy.cross_entropy",
     "focal_loss.focal_loss",
+    "index_mul_2d.index_mul_2d",
     "layer_norm.layer_norm",
     "rms_norm.rms_norm",
     "rope.rope",
@@ -715,9 +730,9 @@ UNFILLED = {
 
 # Arguments of the dtype of x, where they are float32.
 LIKE_X = {
-    "bias", "d_residual", "dout", "dy", "grad", "grad_dense_probs", "grad_output", "grad_permuted",
-    "inp", "input", "keys", "logits", "out", "queries", "residual", "up", "up_bias", "values",
-    "weight", "x", "y",
+    "bias", "d_residual", "din1", "dout", "dy", "grad", "grad_dense_probs", "grad_output",
+    "grad_permuted", "in1", "in2", "inp", "input", "keys", "logits", "more1", "more2", "out",
+    "queries", "residual", "up", "up_bias", "values", "weight", "x", "y",
 }  # fmt: skip
 # Functions of float32 alone, or whose arguments of these names have dtypes of their own.
 ONLY_FLOAT32 = {
