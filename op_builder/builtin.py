@@ -94,4 +94,7 @@ OPS = {
     ),
     "swiglu": Op("the gated activations SwiGLU, GeGLU, ReGLU and GLU"),
     "swiglu_block": Op("the gated activations that are cast to FP8 with block scaling in one pass"),
+    "transducer_joint": Op(
+        "sums of all pairs of a transducer's frames and labels, with ReLU and dropout"
+    ),
 }

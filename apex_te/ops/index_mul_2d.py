@@ -95,6 +95,11 @@ def index_mul_2d_bwd(
         TypeError: a tensor has another dtype than those above.
         ValueError: a shape or value does not fit.
     """
+    if index.shape != in2.shape[:1]:
+        raise ValueError(
+            f"index_mul_2d_bwd: index must have shape {list(in2.shape[:1])}, "
+            f"got {list(index.shape)}"
+        )
     in1, in2, dout = in1.contiguous(), in2.contiguous(), dout.contiguous()
     sums = torch.zeros_like(in1) if din1 is None else din1
     din2 = torch.empty_like(in2) if out is None else out
@@ -102,7 +107,7 @@ def index_mul_2d_bwd(
     keys, order = index.clamp(-1, len(in1)).int().sort(stable=True)
     chunks = -(-len(in2) // _CHUNK)
     workspace = in2.new_empty((chunks, 2, *in2.shape[1:]), dtype=torch.float32)
-    _bwd(dout, in1, in2, keys, order, sums, din2, workspace)
+    _bwd(in1, in2, dout, keys, order, sums, din2, workspace)
     note_written(din1, out)
     return sums, din2
 

@@ -31,6 +31,7 @@ NAMES = (
     "scaled_masked_softmax_cuda",
     "scaled_softmax_cuda",
     "scaled_upper_triang_masked_softmax_cuda",
+    "transducer_joint_cuda",
     "xentropy_cuda",
 )
 

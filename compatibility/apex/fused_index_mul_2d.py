@@ -34,7 +34,7 @@ def float_backward(
     in2: torch.Tensor,
     idx1: torch.Tensor,
 ) -> None:
-    """Adds grad_out * in2 to the rows idx1 of grad_in1 and writes grad_out * in1[idx1] to grad_in2."""
+    """Adds grad_out * in2 to rows idx1 of grad_in1, writes grad_out * in1[idx1] to grad_in2."""
     index_mul_2d_bwd(grad_out, in1, in2, idx1, din1=grad_in1, out=grad_in2)
 
 

@@ -20,7 +20,7 @@ APEX_TE_IN_PLACE(index_mul_2d_fwd, "out: in2, out: more2")
 // keys: the sorted index; order: the places of the keys. A chunk's first sum in the workspace is of
 // a row that began before it, its second of one that goes on behind it.
 APEX_TE_FUNCTION(index_mul_2d_bwd,
-                 "dout: T[e d], in1: T[m d], in2: T[e d], keys: i32[e], order: i64[e], "
+                 "in1: T[m d], in2: T[e d], dout: T[e d], keys: i32[e], order: i64[e], "
                  "din1: T[m d]!!, din2: T[e d]!, workspace: f32[e/32 2 d]!")
 
 namespace apex_te {
@@ -73,7 +73,7 @@ inline IndexMul check_index_mul_2d_fwd(Args& args) {
 }
 
 inline IndexMul check_index_mul_2d_bwd(Args& args) {
-  const TensorView dout = args.tensor(), in1 = args.tensor(), in2 = args.tensor();
+  const TensorView in1 = args.tensor(), in2 = args.tensor(), dout = args.tensor();
   const TensorView keys = args.tensor(), order = args.tensor();
   const TensorView din1 = args.tensor(), din2 = args.tensor(), workspace = args.tensor();
   IndexMul p = check_matrices(in1, in2);

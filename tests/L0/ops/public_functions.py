@@ -76,6 +76,8 @@ OTHERS = {
     "product_count.add",
     "product_count.fp8_gemm_count",
     "rope.angle_table",
+    "transducer_joint.cells_of",
+    "transducer_joint.keep_scale",
     "row_products.row_block_product",
     "row_products.row_product",
     "row_products.row_scaled_product",
@@ -208,6 +210,19 @@ def focal_case(rows: int, cols: int) -> dict[str, Any]:
 def index_mul_case(rows: int, cols: int) -> dict[str, Any]:
     index = torch.randint(0, max(rows, 1), (rows,))
     return {"in1": matrix(rows, cols), "in2": matrix(rows, cols), "index": index}
+
+
+def joint_case(rows: int, cols: int) -> dict[str, Any]:
+    f_len, g_len = torch.tensor([rows, rows // 2]).int(), torch.tensor([3, 5]).int()
+    return {"f": torch.randn(2, rows, cols), "g": torch.randn(2, 5, cols), "f_len": f_len,
+            "g_len": g_len}  # fmt: skip
+
+
+def joint_bwd_case(rows: int, cols: int) -> dict[str, Any]:
+    lengths = {k: v for k, v in joint_case(rows, cols).items() if k.endswith("len")}
+    mask = torch.randint(0, 2, (2, rows, 5, cols), dtype=torch.uint8)
+    return {"grad": torch.randn(mask.shape), "mask": mask, **lengths, "batch_offset": None,
+            "max_f_len": rows, "max_g_len": 5, "scale": 2.0}  # fmt: skip
 
 
 def fp8_case(**more: Any) -> dict[str, Any]:
@@ -522,8 +537,8 @@ def make_case(name: str, rows: int = 32, cols: int = 64) -> Case:
              "out": torch.zeros(shape)}, ("out",)
         ),
         "index_mul_2d.index_mul_2d_bwd": lambda: Case(
-            {"dout": x, **index_mul_case(*shape), "din1": matrix(*shape), "out": torch.zeros(shape)},
-            ("din1", "out"),
+            {"dout": x, **index_mul_case(*shape), "din1": matrix(*shape),
+             "out": torch.zeros(shape)}, ("din1", "out"),
         ),
         "layer_norm.layer_norm": lambda: Case(norm_case(*shape, bias=w)),
         "layer_norm.layer_norm_fwd": lambda: Case(norm_case(*shape, bias=w)),
@@ -665,6 +680,13 @@ def make_case(name: str, rows: int = 32, cols: int = 64) -> Case:
             {"grad_output": narrow(rows), "input": narrow(rows), "up": narrow(rows),
              "fp8_dtype": E4M3, "amax": one(0.0)}, ("amax",)
         ),
+        "transducer_joint.transducer_joint": lambda: Case(
+            {**joint_case(rows, cols), "relu": True, "p": 0.5, "seed": torch.tensor([3])}
+        ),
+        "transducer_joint.transducer_joint_fwd": lambda: Case(
+            {**joint_case(rows, cols), "relu": True, "p": 0.5, "seed": torch.tensor([3])}
+        ),
+        "transducer_joint.transducer_joint_bwd": lambda: Case(joint_bwd_case(rows, cols)),
         "wgrad_gemm.wgrad_gemm": lambda: Case(
             {"dy": matrix(rows, 16), "x": x, "out": torch.zeros(16, cols), "accumulate": True},
             ("out",),
@@ -716,6 +738,7 @@ DIFFERENTIABLE = {
     "rope.rope",
     "scaled_softmax.scaled_softmax",
     "swiglu.swiglu",
+    "transducer_joint.transducer_joint",
 }
 
 # Indices of the outputs that each leaves partly unwritten.
@@ -730,7 +753,7 @@ UNFILLED = {
 
 # Arguments of the dtype of x, where they are float32.
 LIKE_X = {
-    "bias", "d_residual", "din1", "dout", "dy", "grad", "grad_dense_probs", "grad_output",
+    "bias", "d_residual", "din1", "dout", "dy", "f", "g", "grad", "grad_dense_probs", "grad_output",
     "grad_permuted", "in1", "in2", "inp", "input", "keys", "logits", "more1", "more2", "out",
     "queries", "residual", "up", "up_bias", "values", "weight", "x", "y",
 }  # fmt: skip
