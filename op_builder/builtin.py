@@ -97,4 +97,5 @@ OPS = {
     "transducer_joint": Op(
         "sums of all pairs of a transducer's frames and labels, with ReLU and dropout"
     ),
+    "transducer_loss": Op("the loss of a transducer and its gradient, fused with that of softmax"),
 }

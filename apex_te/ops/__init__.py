@@ -46,6 +46,7 @@ if _typing.TYPE_CHECKING:  # for type checkers; at run time each module is impor
     from . import swiglu as swiglu
     from . import swiglu_block as swiglu_block
     from . import transducer_joint as transducer_joint
+    from . import transducer_loss as transducer_loss
     from . import wgrad_gemm as wgrad_gemm
 
 if not _typing.TYPE_CHECKING:  # type checkers know the names above, and no others

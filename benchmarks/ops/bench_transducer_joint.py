@@ -1,8 +1,8 @@
 """transducer_joint: bandwidth of the sums and of their gradients against the plain formula.
 
-Bytes counted for each of B * T * U * H elements of s bytes: forward s (write), with ReLU and dropout
-s + 1 (the mask, too), backward s or s + 1 (one read for both gradients). All samples have all frames
-and places. The formula's peer has no lengths.
+Bytes counted for each of B * T * U * H elements of s bytes: forward s (write), with ReLU and
+dropout s + 1 (the mask, too), backward s or s + 1 (one read for both gradients). All samples have
+all frames and places. The formula's peer has no lengths.
 """
 
 from __future__ import annotations
@@ -56,4 +56,3 @@ def rows(shape: tuple[int, int, int, int]) -> Iterator[harness.Row]:
                 lambda: transducer_joint_bwd(grad, kept, f_len, g_len, None, frames, places),  # noqa: B023
                 {"torch": lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True)},  # noqa: B023
             )  # fmt: skip
-            del out

@@ -32,6 +32,7 @@ NAMES = (
     "scaled_softmax_cuda",
     "scaled_upper_triang_masked_softmax_cuda",
     "transducer_joint_cuda",
+    "transducer_loss_cuda",
     "xentropy_cuda",
 )
 

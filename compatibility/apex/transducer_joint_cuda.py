@@ -36,8 +36,8 @@ def forward(
         opt, tile_size: not used; there is one kernel.
         pack_output: True for a result without the cells behind the lengths, which else are -1.
         relu, dropout: True to apply them.
-        dropout_prob: probability of an element to be dropped; the seed is drawn from torch's default
-            generator of the device.
+        dropout_prob: probability of an element to be dropped; the seed is drawn from torch's
+            default generator of the device.
 
     Returns:
         [h], [B, T, U, H] or [packed_batch, H]; with relu or dropout [h, mask], uint8 of its shape.

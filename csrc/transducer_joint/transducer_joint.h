@@ -104,6 +104,7 @@ inline TransducerJoint check_transducer_joint_bwd(Args& args) {
   const TensorView g_len = args.tensor(), offset = args.optional_tensor(), df = args.tensor();
   const TensorView dg = args.tensor(), workspace = args.tensor();
   const bool packed(offset);
+  grad.has_dtype({DType::kFloat32, DType::kFloat16, DType::kBFloat16});
   TransducerJoint p = check_joint(df, dg, grad, packed);
   p.cells = check_cells(f_len, g_len, offset, p.cells);
   if (mask) {

@@ -23,6 +23,27 @@ struct TransducerCells {
     return !offset ? b * frames * places : b == 0 ? 0 : offset[b - 1];
   }
   APEX_TE_HD int64_t pitch(int64_t b) const { return offset ? places_of(b) : places; }
+  // The cell of a row.
+  struct Cell {
+    int64_t b, t, u;
+    bool counts;
+  };
+  APEX_TE_HD Cell cell_of(int64_t row) const {
+    int64_t b = 0, end = batch;
+    if (!offset) {
+      b = row / (frames * places);
+    } else {
+      while (b < end) {  // the first sample that ends behind the row
+        const int64_t middle = (b + end) / 2;
+        (offset[middle] > row ? end : b) = offset[middle] > row ? middle : middle + 1;
+      }
+      if (b == batch) return {0, 0, 0, false};
+    }
+    const int64_t width = pitch(b), at = row - first(b);
+    if (width == 0 || at < 0) return {0, 0, 0, false};
+    const int64_t t = at / width, u = at - t * width;
+    return {b, t, u, t < frames_of(b) && u < places_of(b)};
+  }
   APEX_TE_HD bool has_row(int64_t row) const { return row >= 0 && row < rows; }
 };
 

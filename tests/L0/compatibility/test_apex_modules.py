@@ -42,6 +42,7 @@ scaled_masked_softmax_cuda: backward forward get_batch_per_block
 scaled_softmax_cuda: backward forward
 scaled_upper_triang_masked_softmax_cuda: backward forward
 transducer_joint_cuda: backward forward
+transducer_loss_cuda: backward forward
 xentropy_cuda: backward forward
 """
 _LINES = [line.split(":") for line in SERVED.strip().replace("\n  ", " ").splitlines()]
@@ -49,7 +50,6 @@ EXPORTS = {name: set(functions.split()) for name, functions in _LINES}
 _OTHERS = """
 _apex_nccl_allocator apex_C bnp distributed_adam_cuda distributed_lamb_cuda fast_multihead_attn
 fused_conv_bias_relu nccl_p2p_cuda peer_memory_cuda syncbn
-transducer_loss_cuda
 """
 NOT_SERVED = _OTHERS.split()
 

@@ -21,6 +21,7 @@ from apex_te.ops import (
     mx_quantize,
     rms_norm,
     row_quantize,
+    transducer_loss,
 )
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -223,6 +224,19 @@ def joint_bwd_case(rows: int, cols: int) -> dict[str, Any]:
     mask = torch.randint(0, 2, (2, rows, 5, cols), dtype=torch.uint8)
     return {"grad": torch.randn(mask.shape), "mask": mask, **lengths, "batch_offset": None,
             "max_f_len": rows, "max_g_len": 5, "scale": 2.0}  # fmt: skip
+
+
+def transducer_loss_case() -> dict[str, Any]:
+    """Of samples with all frames and labels, so that all of alpha and beta is written."""
+    f_len, y_len = torch.full((2,), 5).int(), torch.full((2,), 3).int()
+    label = torch.randint(1, 16, (2, 3)).int()
+    return {"x": torch.randn(2, 5, 4, 16), "label": label, "f_len": f_len, "y_len": y_len}
+
+
+def transducer_loss_bwd_case() -> dict[str, Any]:
+    case, rest = transducer_loss_case(), torch.zeros(2, 2, 5, 4)
+    alpha, beta, _ = transducer_loss.transducer_loss_fwd(**case, rest=rest)
+    return {**case, "grad": torch.rand(2), "alpha": alpha, "beta": beta, "rest": rest}
 
 
 def fp8_case(**more: Any) -> dict[str, Any]:
@@ -687,6 +701,11 @@ def make_case(name: str, rows: int = 32, cols: int = 64) -> Case:
             {**joint_case(rows, cols), "relu": True, "p": 0.5, "seed": torch.tensor([3])}
         ),
         "transducer_joint.transducer_joint_bwd": lambda: Case(joint_bwd_case(rows, cols)),
+        "transducer_loss.transducer_loss": lambda: Case(transducer_loss_case()),
+        "transducer_loss.transducer_loss_fwd": lambda: Case(
+            {**transducer_loss_case(), "rest": torch.zeros(2, 2, 5, 4)}, ("rest",)
+        ),
+        "transducer_loss.transducer_loss_bwd": lambda: Case(transducer_loss_bwd_case()),
         "wgrad_gemm.wgrad_gemm": lambda: Case(
             {"dy": matrix(rows, 16), "x": x, "out": torch.zeros(16, cols), "accumulate": True},
             ("out",),
@@ -739,6 +758,7 @@ DIFFERENTIABLE = {
     "scaled_softmax.scaled_softmax",
     "swiglu.swiglu",
     "transducer_joint.transducer_joint",
+    "transducer_loss.transducer_loss",
 }
 
 # Indices of the outputs that each leaves partly unwritten.

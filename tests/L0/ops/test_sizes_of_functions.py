@@ -9,7 +9,10 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 every = pytest.mark.parametrize("name", FORMS)
 # A mean of nothing, and statistics of no columns.
 NOT_A_NUMBER = ("cross_entropy.cross_entropy", "cross_entropy.sum_losses")
-OF_FIXED_DIMENSIONS = {"index_mul_2d.index_mul_2d", "transducer_joint.transducer_joint"}
+OF_FIXED_DIMENSIONS = {
+    "index_mul_2d.index_mul_2d", "transducer_joint.transducer_joint",
+    "transducer_loss.transducer_loss",
+}  # fmt: skip
 OF_HEADS = {"rope.rope", "scaled_softmax.scaled_softmax"}
 NOT_WITHOUT_COLUMNS = ("layer_norm.", "rms_norm.")
 

@@ -160,5 +160,5 @@ def test_rejects():
             transducer_joint(*args)
     with pytest.raises(ValueError, match="p must be from 0 to 1"):
         transducer_joint(f, g, f_len, g_len, p=1.5)
-    with pytest.raises(ValueError, match="seed must be given for p = 0.5, got None"):
+    with pytest.raises(ValueError, match="seed must be given for p"):
         transducer_joint_fwd(f, g, f_len, g_len, p=0.5)
