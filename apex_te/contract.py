@@ -113,6 +113,8 @@ SIZES: dict[str, Callable[..., int]] = {
     "map_rows": lambda tokens: tokens + 2,
     "map_columns": lambda width: 1 + 2 * width,
     "map_tiles": scratch_sizes.map_tiles,
+    # csrc/focal_loss/focal_loss.h
+    "focal_tiles": lambda rows, cols: -(-rows * cols // 8192),
     # csrc/rope/rope.h
     "bounds": lambda sequences: sequences + 1,
 }

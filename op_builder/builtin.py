@@ -54,6 +54,7 @@ OPS = {
         devices=("cuda",),
         min_arch=(9, 0),
     ),
+    "focal_loss": Op("the sigmoid focal loss and its gradient in one pass over the logits"),
     "fp8_gemm": Op(
         "FP8 GEMMs, which check for arch 8.9 in each call: ``min_arch`` is only 8.0",
         needs_blas=True,
@@ -72,6 +73,9 @@ OPS = {
         "the cast to FP8 of groups of rows, one scale each; their sizes lie on the GPU"
     ),
     "hif8": Op("HiF8 encoding, decoding, and the cast with one scale for the tensor"),
+    "index_mul_2d": Op(
+        "rows that an index picks times other rows, and the gradients, summed in a fixed order"
+    ),
     "layer_norm": Op("layer normalisation, also with a residual and with FP8 output"),
     "moe_permute": Op("the permutation of tokens' rows to their experts and back"),
     "moe_router": Op("the choice of each token's experts, their scores, and the gradients"),
@@ -90,4 +94,8 @@ OPS = {
     ),
     "swiglu": Op("the gated activations SwiGLU, GeGLU, ReGLU and GLU"),
     "swiglu_block": Op("the gated activations that are cast to FP8 with block scaling in one pass"),
+    "transducer_joint": Op(
+        "sums of all pairs of a transducer's frames and labels, with ReLU and dropout"
+    ),
+    "transducer_loss": Op("the loss of a transducer and its gradient, fused with that of softmax"),
 }

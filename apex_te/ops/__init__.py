@@ -22,11 +22,13 @@ if _typing.TYPE_CHECKING:  # for type checkers; at run time each module is impor
     from . import dense_gemm as dense_gemm
     from . import dense_gemm_swiglu as dense_gemm_swiglu
     from . import emulated_gemm as emulated_gemm
+    from . import focal_loss as focal_loss
     from . import fp8_gemm as fp8_gemm
     from . import grouped_cast as grouped_cast
     from . import grouped_gemm as grouped_gemm
     from . import grouped_quantize as grouped_quantize
     from . import hif8 as hif8
+    from . import index_mul_2d as index_mul_2d
     from . import layer_norm as layer_norm
     from . import moe_permute as moe_permute
     from . import moe_router as moe_router
@@ -43,6 +45,8 @@ if _typing.TYPE_CHECKING:  # for type checkers; at run time each module is impor
     from . import scaled_softmax as scaled_softmax
     from . import swiglu as swiglu
     from . import swiglu_block as swiglu_block
+    from . import transducer_joint as transducer_joint
+    from . import transducer_loss as transducer_loss
     from . import wgrad_gemm as wgrad_gemm
 
 if not _typing.TYPE_CHECKING:  # type checkers know the names above, and no others

@@ -19,10 +19,12 @@ NAMES = (
     "_apex_nccl_allocator",
     "amp_C",
     "fast_multihead_attn",
+    "focal_loss_cuda",
     "fused_adam_cuda",
     "fused_bias_swiglu",
     "fused_conv_bias_relu",
     "fused_dense_cuda",
+    "fused_index_mul_2d",
     "fused_lamb_cuda",
     "fused_layer_norm_cuda",
     "fused_rotary_positional_embedding",
@@ -34,6 +36,8 @@ NAMES = (
     "scaled_masked_softmax_cuda",
     "scaled_softmax_cuda",
     "scaled_upper_triang_masked_softmax_cuda",
+    "transducer_joint_cuda",
+    "transducer_loss_cuda",
     "xentropy_cuda",
 )
 

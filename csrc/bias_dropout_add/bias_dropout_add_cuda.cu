@@ -22,21 +22,6 @@ constexpr int kBwdThreads = kBiasDropoutAddTileRows / kBwdRows * kLanes;
 constexpr int kBwdCols = kLanes * kVec;
 static_assert(kBwdThreads >= kBwdCols, "a thread for each column sum");
 
-// One bit for each of the 8 elements: set if it is kept.
-__device__ __forceinline__ uint32_t keep_bits(uint64_t seed, int64_t row, int64_t v,
-                                              uint32_t threshold) {
-  const Philox4 r = dropout_bits(seed, row, v);
-  const uint32_t words[4] = {r.x, r.y, r.z, r.w};
-  const uint32_t high = threshold << 16;  // a high half is compared together with the low one
-  uint32_t bits = 0;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    bits |= words[i] << 16 >= high ? 1u << 2 * i : 0u;
-    bits |= words[i] >= high ? 2u << 2 * i : 0u;
-  }
-  return bits;
-}
-
 template <bool kAligned, typename T>
 __device__ __forceinline__ Vec8<T> load(const T* p, int64_t n) {
   if (!kAligned) return load_partial(p, n);

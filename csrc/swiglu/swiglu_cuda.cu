@@ -1,5 +1,6 @@
 // CUDA entries of swiglu, and its kernels for results in the inputs' dtype: a vector of 16 bytes of
 // each input for each thread.
+#include "common/gpu/fast_division.h"
 #include "common/numerics/with_dtype.h"
 #include "swiglu/swiglu_device.h"
 
@@ -10,18 +11,6 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int64_t kMaxVectors = 0x7FFFFFFF - kThreads;  // of one launch
-
-// Division of n < 2^31 by a constant d: (mulhi(n, factor) + n) >> shift.
-struct FastDivision {
-  uint32_t factor, shift;
-  explicit FastDivision(uint32_t divisor) : shift(0) {
-    while ((1ull << shift) < divisor) ++shift;
-    factor = static_cast<uint32_t>((((1ull << shift) - divisor) << 32) / divisor + 1);
-  }
-  __device__ __forceinline__ uint32_t operator()(uint32_t n) const {
-    return (__umulhi(n, factor) + n) >> shift;
-  }
-};
 
 struct Vectors {
   uint32_t count, per_row;

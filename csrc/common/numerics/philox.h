@@ -52,6 +52,22 @@ APEX_TE_HD constexpr Philox4 dropout_bits(uint64_t seed, int64_t row, int64_t v)
                     static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32));
 }
 
+// One bit for each of the 8 elements: set if it is kept.
+APEX_TE_HD uint32_t keep_bits(uint64_t seed, int64_t row, int64_t v, uint32_t threshold) {
+  const Philox4 r = dropout_bits(seed, row, v);
+  const uint32_t words[4] = {r.x, r.y, r.z, r.w};
+  const uint32_t high = threshold << 16;  // a high half is compared together with the low one
+  uint32_t bits = 0;
+#if defined(__CUDACC__)
+#pragma unroll
+#endif
+  for (int i = 0; i < 4; ++i) {
+    bits |= words[i] << 16 >= high ? 1u << 2 * i : 0u;
+    bits |= words[i] >= high ? 2u << 2 * i : 0u;
+  }
+  return bits;
+}
+
 // An element is dropped if its 16 bits are below threshold, else multiplied by scale. For p in
 // (0, 1) it is dropped with probability threshold / 65536, p to the nearest of 1 / 65536 to
 // 65535 / 65536, and scale is the inverse of the exact probability of being kept, so that the

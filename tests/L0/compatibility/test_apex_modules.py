@@ -30,6 +30,7 @@ fast_multihead_attn: additive_mask_softmax_dropout_backward additive_mask_softma
   self_attn_bias_additive_mask_backward self_attn_bias_additive_mask_forward
   self_attn_bias_backward self_attn_bias_forward self_attn_forward self_attn_norm_add_backward
   self_attn_norm_add_forward
+focal_loss_cuda: backward forward
 fused_adam_cuda: adam adam_mt maybe_adam_undo maybe_cast maybe_cast_mt reversible_adam
   strided_check_finite
 fused_bias_swiglu: backward forward
@@ -37,6 +38,8 @@ fused_conv_bias_relu: backward backward_cscale_cbias_relu backward_no_relu forwa
   forward_cscale_cbias_relu forward_mask forward_no_relu
 fused_dense_cuda: linear_bias_backward linear_bias_forward linear_gelu_linear_backward
   linear_gelu_linear_forward
+fused_index_mul_2d: float_backward float_backward_backward float_forward half_backward
+  half_backward_backward half_forward
 fused_lamb_cuda: lamb
 fused_layer_norm_cuda: backward backward_affine forward forward_affine forward_affine_mixed_dtypes
   rms_backward rms_backward_affine rms_forward rms_forward_affine rms_forward_affine_mixed_dtypes
@@ -52,14 +55,14 @@ peer_memory_cuda: allocate_raw blob_view_float blob_view_half blob_view_int free
 scaled_masked_softmax_cuda: backward forward get_batch_per_block
 scaled_softmax_cuda: backward forward
 scaled_upper_triang_masked_softmax_cuda: backward forward
+transducer_joint_cuda: backward forward
+transducer_loss_cuda: backward forward
 xentropy_cuda: backward forward
 """
 _LINES = [line.split(":") for line in SERVED.strip().replace("\n  ", " ").splitlines()]
 EXPORTS = {name: set(functions.split()) for name, functions in _LINES}
 _OTHERS = """
-apex_C bnp distributed_adam_cuda distributed_lamb_cuda
-focal_loss_cuda fused_index_mul_2d syncbn
-transducer_joint_cuda transducer_loss_cuda
+apex_C bnp distributed_adam_cuda distributed_lamb_cuda syncbn
 """
 NOT_SERVED = _OTHERS.split()
 

@@ -21,6 +21,7 @@ from apex_te.ops import (
     mx_quantize,
     rms_norm,
     row_quantize,
+    transducer_loss,
 )
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -76,6 +77,8 @@ OTHERS = {
     "product_count.add",
     "product_count.fp8_gemm_count",
     "rope.angle_table",
+    "transducer_joint.cells_of",
+    "transducer_joint.keep_scale",
     "row_products.row_block_product",
     "row_products.row_product",
     "row_products.row_scaled_product",
@@ -198,6 +201,42 @@ def loss_bwd_case(rows: int, cols: int, **more: Any) -> dict[str, Any]:
     case, stats = loss_case(rows, cols), torch.zeros(rows, 2)
     cross_entropy.cross_entropy_fwd(**case, stats=stats)
     return {**case, "stats": stats, "grad_output": one(2.0), "grad": matrix(rows, cols), **more}
+
+
+def focal_case(rows: int, cols: int) -> dict[str, Any]:
+    target = torch.randint(-2, max(cols, 1), (rows,))
+    return {"logits": matrix(rows, cols), "target": target, "num_positives": one(3.0)}
+
+
+def index_mul_case(rows: int, cols: int) -> dict[str, Any]:
+    index = torch.randint(0, max(rows, 1), (rows,))
+    return {"in1": matrix(rows, cols), "in2": matrix(rows, cols), "index": index}
+
+
+def joint_case(rows: int, cols: int) -> dict[str, Any]:
+    f_len, g_len = torch.tensor([rows, rows // 2]).int(), torch.tensor([3, 5]).int()
+    return {"f": torch.randn(2, rows, cols), "g": torch.randn(2, 5, cols), "f_len": f_len,
+            "g_len": g_len}  # fmt: skip
+
+
+def joint_bwd_case(rows: int, cols: int) -> dict[str, Any]:
+    lengths = {k: v for k, v in joint_case(rows, cols).items() if k.endswith("len")}
+    mask = torch.randint(0, 2, (2, rows, 5, cols), dtype=torch.uint8)
+    return {"grad": torch.randn(mask.shape), "mask": mask, **lengths, "batch_offset": None,
+            "max_f_len": rows, "max_g_len": 5, "scale": 2.0}  # fmt: skip
+
+
+def transducer_loss_case() -> dict[str, Any]:
+    """Of samples with all frames and labels, so that all of alpha and beta is written."""
+    f_len, y_len = torch.full((2,), 5).int(), torch.full((2,), 3).int()
+    label = torch.randint(1, 16, (2, 3)).int()
+    return {"x": torch.randn(2, 5, 4, 16), "label": label, "f_len": f_len, "y_len": y_len}
+
+
+def transducer_loss_bwd_case() -> dict[str, Any]:
+    case, rest = transducer_loss_case(), torch.zeros(2, 2, 5, 4)
+    alpha, beta, _ = transducer_loss.transducer_loss_fwd(**case, rest=rest)
+    return {**case, "grad": torch.rand(2), "alpha": alpha, "beta": beta, "rest": rest}
 
 
 def fp8_case(**more: Any) -> dict[str, Any]:
@@ -400,6 +439,14 @@ def make_case(name: str, rows: int = 32, cols: int = 64) -> Case:
             gemm_case(*shape, a=hif8.encode(x), b=hif8.encode(matrix(16, cols))), ("out",)
         ),
         "emulated_gemm.mx_gemm": lambda: Case(mx_gemm_case(*shape), ("out",)),
+        "focal_loss.focal_loss": lambda: Case(focal_case(*shape)),
+        "focal_loss.focal_loss_fwd": lambda: Case(focal_case(*shape)),
+        "focal_loss.focal_loss_bwd": lambda: Case(
+            {**focal_case(*shape), "grad_output": one(2.0)}
+        ),
+        "focal_loss.focal_loss_scale": lambda: Case(
+            {"grad": x, "grad_output": one(2.0), "num_positives": one(3.0)}, ("grad",)
+        ),
         "fp8_gemm.fp8_gemm": lambda: Case(gemm_case(*shape, gelu=True), ("out",)),
         "fp8_gemm.block_scaled_gemm": lambda: Case(
             {**block_gemm_case(*shape), "a_block_rows": 1, "b_block_rows": 128}, ("out",)
@@ -497,6 +544,15 @@ def make_case(name: str, rows: int = 32, cols: int = 64) -> Case:
         ),
         "hif8.quantize_current": lambda: Case(
             {"x": x, "target": 15.0, "eps": 0.0, "amax": one(), **hif8_pair}, tuple(hif8_pair)
+        ),
+        "index_mul_2d.index_mul_2d": lambda: Case(index_mul_case(*shape)),
+        "index_mul_2d.index_mul_2d_fwd": lambda: Case(
+            {**index_mul_case(*shape), "more1": matrix(*shape), "more2": matrix(*shape),
+             "out": torch.zeros(shape)}, ("out",)
+        ),
+        "index_mul_2d.index_mul_2d_bwd": lambda: Case(
+            {"dout": x, **index_mul_case(*shape), "din1": matrix(*shape),
+             "out": torch.zeros(shape)}, ("din1", "out"),
         ),
         "layer_norm.layer_norm": lambda: Case(norm_case(*shape, bias=w)),
         "layer_norm.layer_norm_fwd": lambda: Case(norm_case(*shape, bias=w)),
@@ -638,6 +694,18 @@ def make_case(name: str, rows: int = 32, cols: int = 64) -> Case:
             {"grad_output": narrow(rows), "input": narrow(rows), "up": narrow(rows),
              "fp8_dtype": E4M3, "amax": one(0.0)}, ("amax",)
         ),
+        "transducer_joint.transducer_joint": lambda: Case(
+            {**joint_case(rows, cols), "relu": True, "p": 0.5, "seed": torch.tensor([3])}
+        ),
+        "transducer_joint.transducer_joint_fwd": lambda: Case(
+            {**joint_case(rows, cols), "relu": True, "p": 0.5, "seed": torch.tensor([3])}
+        ),
+        "transducer_joint.transducer_joint_bwd": lambda: Case(joint_bwd_case(rows, cols)),
+        "transducer_loss.transducer_loss": lambda: Case(transducer_loss_case()),
+        "transducer_loss.transducer_loss_fwd": lambda: Case(
+            {**transducer_loss_case(), "rest": torch.zeros(2, 2, 5, 4)}, ("rest",)
+        ),
+        "transducer_loss.transducer_loss_bwd": lambda: Case(transducer_loss_bwd_case()),
         "wgrad_gemm.wgrad_gemm": lambda: Case(
             {"dy": matrix(rows, 16), "x": x, "out": torch.zeros(16, cols), "accumulate": True},
             ("out",),
@@ -682,11 +750,15 @@ DIFFERENTIABLE = {
     "bias_dropout_add.bias_dropout_add",
     "bias_gelu.bias_gelu",
     "cross_entropy.cross_entropy",
+    "focal_loss.focal_loss",
+    "index_mul_2d.index_mul_2d",
     "layer_norm.layer_norm",
     "rms_norm.rms_norm",
     "rope.rope",
     "scaled_softmax.scaled_softmax",
     "swiglu.swiglu",
+    "transducer_joint.transducer_joint",
+    "transducer_loss.transducer_loss",
 }
 
 # Indices of the outputs that each leaves partly unwritten.
@@ -701,15 +773,17 @@ UNFILLED = {
 
 # Arguments of the dtype of x, where they are float32.
 LIKE_X = {
-    "bias", "d_residual", "dout", "dy", "grad", "grad_dense_probs", "grad_output", "grad_permuted",
-    "inp", "input", "keys", "logits", "out", "queries", "residual", "up", "up_bias", "values",
-    "weight", "x", "y",
+    "bias", "d_residual", "din1", "dout", "dy", "f", "g", "grad", "grad_dense_probs", "grad_output",
+    "grad_permuted", "in1", "in2", "inp", "input", "keys", "logits", "more1", "more2", "out",
+    "queries", "residual", "up", "up_bias", "values", "weight", "x", "y",
 }  # fmt: skip
 # Functions of float32 alone, or whose arguments of these names have dtypes of their own.
 ONLY_FLOAT32 = {
     "block_quantize.block_dequantize",
     "cross_entropy.cross_entropy_bwd",
     "cross_entropy.scale_gradient",
+    "focal_loss.focal_loss_bwd",
+    "focal_loss.focal_loss_scale",
     "hif8.decode",
     "multi_tensor.amax",
     "mx_quantize.mx_dequantize",

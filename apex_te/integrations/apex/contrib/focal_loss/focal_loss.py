@@ -1,0 +1,42 @@
+"""Sigmoid focal loss of a detector's logits, by the op ``focal_loss``."""
+
+from __future__ import annotations
+
+import torch
+
+from .....ops.focal_loss import FocalLossFunction as FocalLoss
+
+__all__ = ["FocalLoss", "focal_loss"]
+
+
+def focal_loss(
+    cls_output: torch.Tensor,
+    cls_targets_at_level: torch.Tensor,
+    num_positive_sum: torch.Tensor,
+    num_real_classes: int,
+    alpha: float,
+    gamma: float,
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
+    """Computes the sigmoid focal loss of one level of a detector, differentiably.
+
+    Args:
+        cls_output: logits [..., C], float32, float16 or bfloat16.
+        cls_targets_at_level: [...] int64; rows of -2 are ignored, rows of -1 have only background.
+        num_positive_sum: divides the loss, one float32 element.
+        num_real_classes: columns from it on are padding.
+        alpha: weight of the target's class; the others have 1 - alpha.
+        gamma: exponent, at least 0.
+        label_smoothing: 0 to 1.
+
+    Returns:
+        float32 [].
+
+    Raises:
+        TypeError: a tensor has another dtype than those above.
+        ValueError: a shape or a number does not fit.
+    """
+    return FocalLoss.apply(
+        cls_output, cls_targets_at_level, num_positive_sum, num_real_classes, alpha, gamma,
+        label_smoothing,
+    )  # fmt: skip

@@ -1,0 +1,151 @@
+"""Modules of a transducer, by the ops ``transducer_joint`` and ``transducer_loss``."""
+
+from __future__ import annotations
+
+import torch
+
+from .....ops import transducer_joint as joint
+from .....ops.transducer_loss import transducer_loss, transducer_loss_fwd
+
+__all__ = ["TransducerJoint", "TransducerLoss"]
+
+
+class TransducerJoint(torch.nn.Module):
+    """Sum of all pairs of frames and label places, with ReLU, dropout and packing.
+
+    Args:
+        pack_output: True for a result without the cells behind the lengths.
+        relu: True for ReLU of the sums.
+        dropout: True for dropout in training.
+        opt: 0 or 1; both use one kernel, but 0 refuses ReLU and dropout.
+        fwd_tile_size: not used.
+        dropout_prob: probability of an element to be dropped.
+        probe_mask: True to append each forward's mask to ``mask_probe``.
+
+    Raises:
+        NotImplementedError: ReLU or dropout with ``opt`` 0.
+    """
+
+    def __init__(
+        self,
+        pack_output: bool = False,
+        relu: bool = False,
+        dropout: bool = False,
+        opt: int = 1,
+        fwd_tile_size: int = 4,
+        dropout_prob: float = 0,
+        probe_mask: bool = False,
+    ) -> None:
+        super().__init__()
+        self.pack_output = pack_output
+        self.relu = relu
+        self.dropout = dropout
+        self.dropout_prob = dropout_prob
+        self.opt = opt
+        self.fwd_tile_size = fwd_tile_size
+        self.mask_probe: list[torch.Tensor] | None = None
+        if relu or dropout:
+            if opt != 1:
+                raise NotImplementedError(
+                    f"TransducerJoint: opt must be 1 for ReLU and dropout, got {opt}"
+                )
+            self.mask_probe = [] if probe_mask else None
+
+    def forward(
+        self,
+        f: torch.Tensor,
+        g: torch.Tensor,
+        f_len: torch.Tensor,
+        g_len: torch.Tensor,
+        batch_offset: torch.Tensor | None = None,
+        packed_batch: int = 0,
+    ) -> torch.Tensor:
+        """Returns the joint of f [B, T, H] and g [B, U, H], [B, T, U, H] or [packed_batch, H].
+
+        Args:
+            f, g: float32, float16 or bfloat16.
+            f_len, g_len: int32 [B].
+            batch_offset: cumsum(f_len * g_len), int64 [B], with ``pack_output``.
+            packed_batch: its last value.
+
+        Raises:
+            ValueError: ``batch_offset`` or ``packed_batch`` is missing, or a shape does not fit.
+        """
+        offset = batch_offset if self.pack_output else None
+        if self.pack_output and (offset is None or packed_batch == 0):
+            raise ValueError(
+                "TransducerJoint: batch_offset and packed_batch must be given with pack_output, "
+                f"got {type(offset).__name__} and {packed_batch}"
+            )
+        p = float(self.dropout_prob) if self.dropout and self.training else 0.0
+        seed = None
+        if 0.0 < p < 1.0:
+            seed = torch.randint(0, 2**63 - 1, (1,), device=f.device)
+        options = {"relu": self.relu, "p": p, "seed": seed}
+        if self.mask_probe is not None:
+            with torch.no_grad():
+                _, mask = joint.transducer_joint_fwd(
+                    f, g, f_len, g_len, offset, packed_batch, **options
+                )
+            assert mask is not None
+            self.mask_probe.append(mask)
+        return joint.transducer_joint(f, g, f_len, g_len, offset, packed_batch, **options)
+
+
+class TransducerLoss(torch.nn.Module):
+    """Loss of a transducer over logits, whose softmax is part of it.
+
+    Args:
+        fuse_softmax_backward: True to compute the gradient of softmax together with that of the
+            loss, from the logits; False to leave it to ``torch.log_softmax``.
+        opt: not used.
+        packed_input: True for logits without the cells behind the lengths.
+    """
+
+    def __init__(
+        self, fuse_softmax_backward: bool = True, opt: int = 1, packed_input: bool = False
+    ) -> None:
+        super().__init__()
+        self.fuse_softmax_backward = fuse_softmax_backward
+        self.opt = opt
+        self.packed_input = packed_input
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        label: torch.Tensor,
+        f_len: torch.Tensor,
+        y_len: torch.Tensor,
+        blank_idx: int,
+        batch_offset: torch.Tensor | None = None,
+        max_f_len: int | None = None,
+        debug_list: list[torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Returns the loss of each sample, [B] in the dtype of x.
+
+        Args:
+            x: logits [B, T, U, V] or packed [rows, V], float32, float16 or bfloat16.
+            label: int32 [B, U - 1].
+            f_len, y_len: frames and labels of each sample, int32 [B].
+            blank_idx: index of the blank symbol.
+            batch_offset: cumsum(f_len * (y_len + 1)), int64 [B], with ``packed_input``.
+            max_f_len: T, with ``packed_input``.
+            debug_list: an empty list to which alpha and beta are added, by another forward.
+
+        Raises:
+            ValueError: ``batch_offset`` or ``max_f_len`` is missing, or a shape does not fit.
+        """
+        offset = batch_offset if self.packed_input else None
+        if self.packed_input and (offset is None or max_f_len is None):
+            raise ValueError(
+                "TransducerLoss: batch_offset and max_f_len must be given with packed_input, "
+                f"got {type(offset).__name__} and {max_f_len}"
+            )
+        if not self.fuse_softmax_backward:
+            x = x.log_softmax(-1)
+        args = label, f_len, y_len, blank_idx, offset, max_f_len
+        if debug_list == []:
+            with torch.no_grad():
+                logs = x.log_softmax(-1) if self.fuse_softmax_backward else x
+                debug_list += transducer_loss_fwd(logs, *args)[:2]
+        return transducer_loss(x, *args, log_probs=not self.fuse_softmax_backward)
