@@ -53,8 +53,8 @@ def batch_norm_stats(
     """Computes mean and biased variance of each channel.
 
     Args:
-        x: float32, float16 or bfloat16, [n, c, ...], or [..., c] with ``channels_last``; made
-            contiguous if it is not.
+        x: float32, float16 or bfloat16, [n, c, ...], or [..., c] with ``channels_last``. Taken as
+            it lies if it is contiguous or in channels-last memory, else made contiguous.
         channels_last: True if the channels are the last dimension.
 
     Returns:
@@ -64,10 +64,10 @@ def batch_norm_stats(
         TypeError: ``x`` has another dtype.
         ValueError: ``x`` has no dimension of channels.
     """
-    data = _data("batch_norm_stats", x, channels_last)
-    mean = data.new_empty(data.shape[1], dtype=torch.float32)
+    layout = _Layout("batch_norm_stats", x, channels_last)
+    mean = layout.data.new_empty(layout.data.shape[1], dtype=torch.float32)
     var = torch.empty_like(mean)
-    _stats(data, mean, var, _workspace(data))
+    _stats(layout.data, mean, var, layout.workspace())
     return mean, var
 
 
@@ -134,17 +134,17 @@ def batch_norm_fwd(
         channels_last: True if the channels are the last dimension.
 
     Returns:
-        A contiguous tensor of ``x``'s shape and dtype.
+        A tensor of ``x``'s shape, dtype and memory order.
 
     Raises:
         TypeError: a tensor has another dtype than those above.
         ValueError: a shape does not fit.
     """
-    owner = "batch_norm_fwd"
-    data, residual = _data(owner, x, channels_last), _like(owner, "z", z, x, channels_last)
-    y = torch.empty_like(data)
-    _fwd(data, residual, *_dense(mean, inv_std, weight, bias), y, relu)
-    return y.view(x.shape)
+    layout = _Layout("batch_norm_fwd", x, channels_last)
+    y = torch.empty_like(layout.data)
+    operands = _dense(mean, inv_std, weight, bias)
+    _fwd(layout.data, layout.like("z", z), *operands, y, relu)
+    return layout.restored(y)
 
 
 @checked
@@ -177,15 +177,12 @@ def batch_norm_reduce(
         TypeError: a tensor has another dtype than those above.
         ValueError: a shape does not fit.
     """
-    owner = "batch_norm_reduce"
-    data = _data(owner, x, channels_last)
-    grad, residual = (
-        _like(owner, name, t, x, channels_last) for name, t in (("dy", dy), ("z", z))
-    )
+    layout = _Layout("batch_norm_reduce", x, channels_last)
+    data, grad, residual = layout.data, layout.like("dy", dy), layout.like("z", z)
     sums = [data.new_empty(data.shape[1], dtype=torch.float32) for _ in range(2)]
     grads = [None if t is None else torch.empty_like(t) for t in _dense(weight, bias)]
     operands = _dense(mean, inv_std, weight, bias)
-    _reduce(grad, data, residual, *operands, *sums, *grads, _workspace(data), relu)
+    _reduce(grad, data, residual, *operands, *sums, *grads, layout.workspace(), relu)
     return BatchNormSums(*sums, *grads)
 
 
@@ -224,16 +221,13 @@ def batch_norm_bwd(
         TypeError: a tensor has another dtype than those above.
         ValueError: a shape does not fit.
     """
-    owner = "batch_norm_bwd"
-    data = _data(owner, x, channels_last)
-    grad, residual = (
-        _like(owner, name, t, x, channels_last) for name, t in (("dy", dy), ("z", z))
-    )
+    layout = _Layout("batch_norm_bwd", x, channels_last)
+    data, grad, residual = layout.data, layout.like("dy", dy), layout.like("z", z)
     dx = torch.empty_like(data)
     dz = torch.empty_like(data) if with_dz else None
     operands = _dense(mean, inv_std, weight, bias, sum_dy, sum_dy_xmu, counts)
     _bwd(grad, data, residual, *operands, dx, dz, relu)
-    return dx.view(x.shape), None if dz is None else dz.view(x.shape)
+    return layout.restored(dx), None if dz is None else layout.restored(dz)
 
 
 @checked
@@ -254,56 +248,66 @@ def batch_norm_relu_bwd(
         dy, x, mean, inv_std, weight, bias, z, channels_last: as in ``batch_norm_reduce``.
 
     Returns:
-        A contiguous tensor of ``x``'s shape and dtype.
+        A tensor of ``x``'s shape, dtype and memory order.
 
     Raises:
         TypeError: a tensor has another dtype than those above.
         ValueError: a shape does not fit.
     """
-    owner = "batch_norm_relu_bwd"
-    data = _data(owner, x, channels_last)
-    grad, residual = (
-        _like(owner, name, t, x, channels_last) for name, t in (("dy", dy), ("z", z))
-    )
-    dz = torch.empty_like(data)
+    layout = _Layout("batch_norm_relu_bwd", x, channels_last)
+    grad, residual = layout.like("dy", dy), layout.like("z", z)
+    dz = torch.empty_like(layout.data)
     operands = _dense(mean, inv_std, weight, bias)
-    _bwd(grad, data, residual, *operands, None, None, None, None, dz, True)
-    return dz.view(x.shape)
+    _bwd(grad, layout.data, residual, *operands, None, None, None, None, dz, True)
+    return layout.restored(dz)
 
 
-def _data(owner: str, x: torch.Tensor, channels_last: bool) -> torch.Tensor:
-    """Returns ``x`` as contiguous [n, c, s]; channels-last data have s = 1."""
-    least = 1 if channels_last else 2
-    if x.dim() < least:
-        raise ValueError(f"{owner}: x must have {least} dimensions or more, got {list(x.shape)}")
-    return _view(x, channels_last)
+class _Layout:
+    """How ``x`` and tensors of its shape lie as contiguous [n, c, s]; channels-last data have s = 1.
 
+    Channels-first tensors in channels-last memory are taken, and given, as they lie.
+    """
 
-def _view(x: torch.Tensor, channels_last: bool) -> torch.Tensor:
-    x = x.contiguous()
-    if channels_last:
-        c = x.shape[-1]
-        return x.view(x.numel() // c if c else x.shape[:-1].numel(), c, 1)
-    return x.view(*x.shape[:2], x.shape[2:].numel())
+    def __init__(self, owner: str, x: torch.Tensor, channels_last: bool) -> None:
+        least = 1 if channels_last else 2
+        if x.dim() < least:
+            raise ValueError(
+                f"{owner}: x must have {least} dimensions or more, got {list(x.shape)}"
+            )
+        self.owner, self.shape, self.last = owner, x.shape, channels_last
+        self.is_moved = not (channels_last or x.dim() == 2 or x.is_contiguous())
+        self.is_moved = self.is_moved and x.movedim(1, -1).is_contiguous()
+        self.data = self.view(x)
 
+    def view(self, t: torch.Tensor) -> torch.Tensor:
+        t = (t.movedim(1, -1) if self.is_moved else t).contiguous()
+        if not (self.last or self.is_moved):
+            return t.view(*t.shape[:2], t.shape[2:].numel())
+        return t.view(t.shape[:-1].numel(), t.shape[-1], 1)
 
-def _like(
-    owner: str, name: str, t: torch.Tensor | None, x: torch.Tensor, channels_last: bool
-) -> torch.Tensor | None:
-    """Returns ``t``, which must have the shape of ``x``, as ``_data`` does."""
-    if t is None:
-        return None
-    if t.shape != x.shape:
-        raise ValueError(f"{owner}: {name} must have shape {list(x.shape)}, got {list(t.shape)}")
-    return _view(t, channels_last)
+    def like(self, name: str, t: torch.Tensor | None) -> torch.Tensor | None:
+        """Returns a tensor, which must have the shape of ``x``, as ``view`` does."""
+        if t is None:
+            return None
+        if t.shape != self.shape:
+            raise ValueError(
+                f"{self.owner}: {name} must have shape {list(self.shape)}, got {list(t.shape)}"
+            )
+        return self.view(t)
+
+    def restored(self, t: torch.Tensor) -> torch.Tensor:
+        """Returns a result [n, c, s] in the shape and memory order of ``x``."""
+        if not self.is_moved:
+            return t.view(self.shape)
+        n, c, *rest = self.shape
+        return t.view(n, *rest, c).movedim(-1, 1)
+
+    def workspace(self) -> torch.Tensor:
+        return self.data.new_empty(batch_norm_floats(*self.data.shape), dtype=torch.float32)
 
 
 def _dense(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
     return [None if t is None else t.contiguous() for t in tensors]
-
-
-def _workspace(data: torch.Tensor) -> torch.Tensor:
-    return data.new_empty(batch_norm_floats(*data.shape), dtype=torch.float32)
 
 
 def reference(

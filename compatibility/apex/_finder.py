@@ -17,6 +17,8 @@ from ..finder import ENTRY, OpFinder, OpLoader
 
 NAMES = (
     "amp_C",
+    "apex_C",
+    "bnp",
     "fused_adam_cuda",
     "fused_bias_swiglu",
     "fused_dense_cuda",
@@ -29,6 +31,7 @@ NAMES = (
     "scaled_masked_softmax_cuda",
     "scaled_softmax_cuda",
     "scaled_upper_triang_masked_softmax_cuda",
+    "syncbn",
     "xentropy_cuda",
 )
 

@@ -732,7 +732,7 @@ UNFILLED = {
 LIKE_X = {
     "bias", "d_residual", "dout", "dy", "grad", "grad_dense_probs", "grad_output", "grad_permuted",
     "inp", "input", "keys", "logits", "out", "queries", "residual", "up", "up_bias", "values",
-    "weight", "x", "y",
+    "weight", "x", "y", "z",
 }  # fmt: skip
 # Functions of float32 alone, or whose arguments of these names have dtypes of their own.
 ONLY_FLOAT32 = {

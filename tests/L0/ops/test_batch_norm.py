@@ -48,7 +48,7 @@ class Problem:
     def exact(self, wide):
         """(y, dx, dz, dweight, dbias), in float64 or rounded from the arithmetic of the dtype."""
         given = [self.x, self.z, self.weight, self.bias]
-        leaves = [None if t is None else t.to(wide).requires_grad_() for t in given]
+        leaves = [None if t is None else t.to(wide, copy=True).requires_grad_() for t in given]
         x, z, weight, bias = leaves
         options = {"relu": self.relu, "channels_last": self.channels_last}
         y = reference(x, weight, bias, EPS, z=z, **options)
