@@ -80,7 +80,7 @@ MIXED = (torch.float32, torch.float16, torch.float32)
 ONE = (torch.float32,) * 3
 OPTIONS = {
     "default": ({}, ONE, [6]),
-    "small buckets": ({"message_size": 30}, ONE, [2, 2, 2]),
+    "small buckets": ({"message_size": 30}, ONE, [3, 1, 2]),
     "one a parameter": ({"message_size": 1}, ONE, [1] * 6),
     "delayed": ({"delay_allreduce": True}, ONE, []),
     "triggers": ({"triggers": 1}, ONE, None),
@@ -360,16 +360,16 @@ class Net(torch.nn.Module):
 
 
 def images(step):
-    generator = torch.Generator().manual_seed(step % 4)
+    generator = torch.Generator().manual_seed(step % 2)
     return torch.randn(8, 3, 8, 8, generator=generator), torch.randint(5, (8,), generator=generator)
 
 
-def program(model, own, device, steps=20):
+def program(model, own, device, amp, steps=20):
     """The losses of the training loop of apex's ImageNet example."""
     model = model.to(device, memory_format=torch.channels_last)
     model = own(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
-    scaler = torch.amp.GradScaler(device.type, init_scale=1024.0, enabled=device.type == "cuda")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
+    scaler = torch.amp.GradScaler(device.type, init_scale=1024.0, enabled=amp)
     losses = []
     for step in range(steps):
         x, target = (t.to(device) for t in images(step))
@@ -378,7 +378,7 @@ def program(model, own, device, steps=20):
         x = x.contiguous(memory_format=torch.channels_last)
         optimizer.zero_grad()
         dtype = torch.float16 if device.type == "cuda" else torch.bfloat16
-        with torch.autocast(device.type, dtype=dtype):
+        with torch.autocast(device.type, dtype=dtype, enabled=amp):
             loss = torch.nn.functional.cross_entropy(model(x), target)
         scaler.scale(loss).backward()
         scaler.step(optimizer)
@@ -395,17 +395,19 @@ def _on_two(model):
     return DistributedDataParallel(convert_syncbn_model(model), message_size=1000)
 
 
-def imagenet(rank):
+def imagenet(rank, amp):
     device = device_of(rank)
     torch.manual_seed(0)
     start = Net()
-    ours = program(copy.deepcopy(start), _on_two, device)
-    distributed.all_reduce(ours_on := ours.to(device))
-    return (ours_on / 2).cpu(), program(start, _whole, device)
+    ours = program(copy.deepcopy(start), _on_two, device, amp).to(device)
+    distributed.all_reduce(ours)
+    return (ours / 2).cpu(), program(start, _whole, device, amp)
 
 
-def test_the_imagenet_program_trains_as_on_one_rank(each_two):
+@pytest.mark.parametrize("amp", [False, True])
+def test_the_imagenet_program_trains_as_on_one_rank(each_two, amp):
     """Its losses as plain torch's with the whole batch: amp, DDP, SyncBatchNorm, channels_last."""
-    for ours, plain in each_two.run(imagenet):
+    for ours, plain in each_two.run(imagenet, amp):
         assert plain[-4:].mean() < 0.5 * plain[:4].mean()
-        torch.testing.assert_close(ours, plain, rtol=0.03, atol=0.03)
+        close = 0.02 if amp else 2e-4  # what 20 steps make of roundings
+        torch.testing.assert_close(ours, plain, rtol=0, atol=close)
