@@ -102,6 +102,7 @@ LAYOUTS: dict[str, Callable[..., str]] = {
 }
 SIZES: dict[str, Callable[..., int]] = {
     "norm_lines": scratch_sizes.norm_lines,
+    "batch_norm_floats": scratch_sizes.batch_norm_floats,
     "tokens": lambda outer, inner: outer * inner,
     "qkv": lambda q, groups, size, has_queries: (q * has_queries + 2 * groups) * size,
     # csrc/grouped_quantize/grouped_quantize.h

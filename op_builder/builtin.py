@@ -33,6 +33,10 @@ OPS = {
         "the update, which computes the next step's scales from amax histories"
     ),
     "attention_sink": Op("softmax sinks from attention's log-sum-exp, and their gradient"),
+    "batch_norm": Op(
+        "batch normalisation: statistics, their combination, forward with residual and ReLU, "
+        "and the gradients"
+    ),
     "bias_dropout_add": Op("bias addition, dropout and residual addition in one pass"),
     "bias_gelu": Op(
         "GeLU of a sum with a bias, and of its gradients, also with FP8 output",

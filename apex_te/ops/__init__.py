@@ -12,6 +12,7 @@ if _typing.TYPE_CHECKING:  # for type checkers; at run time each module is impor
     from . import activation as activation
     from . import amax_scale_update as amax_scale_update
     from . import attention_sink as attention_sink
+    from . import batch_norm as batch_norm
     from . import bias_dropout_add as bias_dropout_add
     from . import bias_gelu as bias_gelu
     from . import block_quantize as block_quantize

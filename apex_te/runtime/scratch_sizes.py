@@ -35,3 +35,15 @@ def map_tiles(tokens: int) -> int:
     """Returns the tiles of tokens whose copies ``csrc/moe_permute/moe_permute.h`` counts."""
     tile = 128 if tokens <= 128 else 32 * lines(tokens, 32 * 128)
     return lines(tokens, tile)
+
+
+def batch_norm_floats(n: int, c: int, s: int) -> int:
+    """Returns the float32 elements that a reduction of ``csrc/batch_norm`` uses for [n, c, s]."""
+    if s == 1 or (s % 8 and n >= 32):
+        width, places = c * s, n
+        wanted, most = 264 // max(lines(width, 256), 1), lines(n, 64)
+    else:
+        width, places = c, n * lines(s, 8)
+        wanted, most = 1056 // max(c, 1), lines(places, 2048)
+    chunk = max(lines(places, max(min(wanted, most), 1)), 1)
+    return 2 * max(lines(places, chunk), 1) * width

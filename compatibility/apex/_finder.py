@@ -18,6 +18,8 @@ from ..finder import ENTRY, OpFinder, OpLoader
 NAMES = (
     "_apex_nccl_allocator",
     "amp_C",
+    "apex_C",
+    "bnp",
     "fast_multihead_attn",
     "focal_loss_cuda",
     "fused_adam_cuda",
@@ -36,6 +38,7 @@ NAMES = (
     "scaled_masked_softmax_cuda",
     "scaled_softmax_cuda",
     "scaled_upper_triang_masked_softmax_cuda",
+    "syncbn",
     "transducer_joint_cuda",
     "transducer_loss_cuda",
     "xentropy_cuda",

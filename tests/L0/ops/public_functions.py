@@ -192,6 +192,15 @@ def norm_again_case(
     return {**own, **({"bias": bias[0]} if bias else {}), **more}
 
 
+def batch_norm_case(rows: int, cols: int, **more: Any) -> dict[str, Any]:
+    """Of data [rows, cols, 3] that are relu'd after the addition of a residual."""
+    return {
+        "x": torch.randn(rows, cols, 3), "mean": torch.randn(cols), "inv_std": torch.rand(cols),
+        "weight": torch.rand(cols), "bias": torch.randn(cols), "z": torch.randn(rows, cols, 3),
+        **more,
+    }  # fmt: skip
+
+
 def loss_case(rows: int, cols: int, **more: Any) -> dict[str, Any]:
     target = torch.randint(0, max(cols, 1), (rows,))
     return {"logits": matrix(rows, cols), "target": target, **more}
@@ -351,6 +360,26 @@ def make_case(name: str, rows: int = 32, cols: int = 64) -> Case:
         "attention_sink.attention_sink_bwd": lambda: Case(
             {"dout": torch.randn(2, 3, *shape), "out": torch.randn(2, 3, *shape),
              "total": torch.rand(2, 3, rows), "sink": torch.randn(3)}
+        ),
+        "batch_norm.batch_norm_stats": lambda: Case({"x": torch.randn(rows, cols, 3)}),
+        "batch_norm.batch_norm_combine": lambda: Case(
+            {"means": x, "vars": torch.rand(shape), "counts": torch.arange(rows).int(),
+             "running_mean": torch.zeros(cols), "running_var": torch.ones(cols)},
+            ("running_mean", "running_var"),
+        ),
+        "batch_norm.batch_norm_fwd": lambda: Case(batch_norm_case(*shape, relu=True)),
+        "batch_norm.batch_norm_reduce": lambda: Case(
+            batch_norm_case(*shape, dy=torch.randn(rows, cols, 3), relu=True)
+        ),
+        "batch_norm.batch_norm_bwd": lambda: Case(
+            batch_norm_case(
+                *shape, dy=torch.randn(rows, cols, 3), sum_dy=torch.randn(cols), relu=True,
+                sum_dy_xmu=torch.randn(cols), counts=torch.tensor([6, 2 * rows]).int(),
+                with_dz=True,
+            )
+        ),
+        "batch_norm.batch_norm_relu_bwd": lambda: Case(
+            batch_norm_case(*shape, dy=torch.randn(rows, cols, 3))
         ),
         "bias_dropout_add.bias_dropout_add": lambda: Case(
             {"x": x, "bias": w, "residual": matrix(*shape), "p": 0.5, "seed": torch.tensor([3])}
@@ -775,7 +804,7 @@ UNFILLED = {
 LIKE_X = {
     "bias", "d_residual", "din1", "dout", "dy", "f", "g", "grad", "grad_dense_probs", "grad_output",
     "grad_permuted", "in1", "in2", "inp", "input", "keys", "logits", "more1", "more2", "out",
-    "queries", "residual", "up", "up_bias", "values", "weight", "x", "y",
+    "queries", "residual", "up", "up_bias", "values", "weight", "x", "y", "z",
 }  # fmt: skip
 # Functions of float32 alone, or whose arguments of these names have dtypes of their own.
 ONLY_FLOAT32 = {

@@ -32,6 +32,7 @@ MOE = {"t": 261, "r": 300, "c": 37, "w": 6, "s": 5}
 OWN_SIZES = {  # where these are too large, or multiples are required
     "attention_sink": {"b": 2, "h": 3, "s": 161, "d": 24},
     "index_mul_2d": {"m": 77, "e": 161, "d": 24},
+    "batch_norm": {"n": 37, "c": 24, "s": 5, "w": 3},
     "scaled_softmax": {"r": 2, "h": 3, "q": 5, "c": 160},
     "moe_router": {"r": 6, "c": 160, "k": 9, "g": 3},
     "qkv_cast_grad": {"o": 87, "i": 3, "q": 6, "g": 2, "s": 31},
@@ -87,6 +88,7 @@ NEEDS = {"up_bias": ["bias"], "act_columnwise": ["act_scale"]}
 QUANTIZE = ["current_scale_fwd", "current_scale_cast", "hif8_quantize", "hif8_current", "hif8_cast"]
 BLOCK_CASTS = ["grouped_block_quantize", "grouped_block_quantize_matrices", "grouped_block_cast"]
 ONE_OF = {name: {"rowwise", "columnwise"} for name in [*QUANTIZE, *BLOCK_CASTS, "row_quantize"]}
+ONE_OF["batch_norm_bwd"] = {"dx", "dz"}
 # Optional tensors that one form of a call cannot do without.
 NEEDED = {name: {"freqs", "cos", "cu_seqlens"} for name in ("rope_fwd", "rope_bwd")}
 NEEDED |= {name: {"row_of"} for name in GROUPED_CASTS}
@@ -110,6 +112,7 @@ NOT_EMPTY_ON_GPU = {(name, letter) for name in (*PRODUCTS, "fp8_gemm_epilogue") 
 FREE = {
     "x", "keys", "other_x", "input", "inp", "table", "row_id_map", "routing_map", "freqs", "cos",
     "cu_seqlens", "histories", "ends", "row_of", "moe_tokens_of_rows.out",
+    "batch_norm_bwd.counts",
 }  # fmt: skip
 CONTRACTS = {
     name: (op, parse(spec.signature))

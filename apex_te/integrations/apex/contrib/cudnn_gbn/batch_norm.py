@@ -1,0 +1,46 @@
+"""Batch normalisation over groups of neighbouring ranks."""
+
+from __future__ import annotations
+
+import torch
+from apex_te.compatibility.apex._batch_norm import neighbours
+from torch import distributed
+
+from ...parallel.optimized_sync_batchnorm import SyncBatchNorm
+
+
+class GroupBatchNorm2d(SyncBatchNorm):
+    """Batch normalisation of [n, c, h, w] by the batches of a group of neighbouring ranks.
+
+    Args:
+        num_features: number of channels.
+        group_size: ranks that share statistics. All ranks construct the module if it is above 1.
+        eps, momentum, affine, track_running_stats: as in ``torch.nn.BatchNorm2d``.
+
+    Raises:
+        ValueError: ``group_size`` does not divide the number of ranks, or an input has not 4
+            dimensions.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        group_size: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+    ) -> None:
+        group = neighbours("GroupBatchNorm2d: group_size", group_size)
+        alone = distributed.GroupMember.NON_GROUP_MEMBER
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, group or alone)
+        self.group_size = group_size
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Normalises ``input``, in autocast's dtype where autocast is on."""
+        if input.dim() != 4:
+            raise ValueError(f"GroupBatchNorm2d: input must have 4 dimensions, got {list(input.shape)}")
+        kind = input.device.type
+        if torch.is_autocast_enabled(kind):
+            input = input.to(torch.get_autocast_dtype(kind))
+        return super().forward(input.contiguous(memory_format=torch.channels_last))

@@ -1,0 +1,332 @@
+"""Batch normalisation in steps, between which ranks may combine statistics and sums."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ..runtime.scratch_sizes import batch_norm_floats
+from .binding import bind, checked, note_written
+
+_stats = bind("batch_norm", "batch_norm_stats")
+_combine = bind("batch_norm", "batch_norm_combine")
+_fwd = bind("batch_norm", "batch_norm_fwd")
+_reduce = bind("batch_norm", "batch_norm_reduce")
+_bwd = bind("batch_norm", "batch_norm_bwd")
+
+
+class BatchNormStatistics(NamedTuple):
+    """Statistics of each channel, float32 [c].
+
+    Attributes:
+        mean: mean of all elements.
+        var: unbiased variance; NaN for one element.
+        inv_std: 1 / sqrt(biased variance + eps).
+    """
+
+    mean: torch.Tensor
+    var: torch.Tensor
+    inv_std: torch.Tensor
+
+
+class BatchNormSums(NamedTuple):
+    """Sums of each channel that backward needs.
+
+    Attributes:
+        sum_dy: sum of the gradients, float32 [c].
+        sum_dy_xmu: sum of the gradients times ``x - mean``, float32 [c].
+        dweight: gradient of the weight, or None.
+        dbias: gradient of the bias, or None.
+    """
+
+    sum_dy: torch.Tensor
+    sum_dy_xmu: torch.Tensor
+    dweight: torch.Tensor | None
+    dbias: torch.Tensor | None
+
+
+@checked
+def batch_norm_stats(
+    x: torch.Tensor, *, channels_last: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Computes mean and biased variance of each channel.
+
+    Args:
+        x: float32, float16 or bfloat16, [n, c, ...], or [..., c] with ``channels_last``. Taken as
+            it lies if it is contiguous or in channels-last memory, else made contiguous.
+        channels_last: True if the channels are the last dimension.
+
+    Returns:
+        (mean, variance), float32 [c]; zeros if ``x`` has no elements.
+
+    Raises:
+        TypeError: ``x`` has another dtype.
+        ValueError: ``x`` has no dimension of channels.
+    """
+    layout = _Layout("batch_norm_stats", x, channels_last)
+    mean = layout.data.new_empty(layout.data.shape[1], dtype=torch.float32)
+    var = torch.empty_like(mean)
+    _stats(layout.data, mean, var, layout.workspace())
+    return mean, var
+
+
+@checked
+def batch_norm_combine(
+    means: torch.Tensor,
+    vars: torch.Tensor,
+    counts: torch.Tensor,
+    eps: float = 1e-5,
+    *,
+    running_mean: torch.Tensor | None = None,
+    running_var: torch.Tensor | None = None,
+    momentum: float = 0.1,
+) -> BatchNormStatistics:
+    """Combines statistics of parts of a batch, such as those of ranks, and updates running ones.
+
+    Args:
+        means: float32 [parts, c].
+        vars: biased variances, float32 [parts, c].
+        counts: elements of a channel in each part, int32 [parts]; a part may be empty.
+        eps: added to the variance.
+        running_mean: float32 [c], overwritten by
+            ``(1 - momentum) * running_mean + momentum * mean``.
+        running_var: likewise, with the unbiased variance.
+        momentum: share of the new statistics in the running ones.
+
+    Returns:
+        The statistics of the whole batch.
+
+    Raises:
+        TypeError: a tensor has another dtype than those above.
+        ValueError: a shape does not fit.
+    """
+    means = means.contiguous()
+    out = BatchNormStatistics(*(means.new_empty(means.shape[1:]) for _ in range(3)))
+    _combine(
+        means, vars.contiguous(), counts.contiguous(), *out, running_mean, running_var, float(eps),
+        float(momentum),
+    )  # fmt: skip
+    note_written(running_mean, running_var)
+    return out
+
+
+@checked
+def batch_norm_fwd(
+    x: torch.Tensor,
+    mean: torch.Tensor,
+    inv_std: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    z: torch.Tensor | None = None,
+    relu: bool = False,
+    channels_last: bool = False,
+) -> torch.Tensor:
+    """Computes ``(x - mean) * inv_std * weight + bias + z``, and its ReLU, rounded once.
+
+    Args:
+        x: as in ``batch_norm_stats``.
+        mean, inv_std: float32 [c].
+        weight, bias: [c], of one dtype: that of ``x``, or float32.
+        z: residual of ``x``'s shape and dtype.
+        relu: True to apply a ReLU at the end.
+        channels_last: True if the channels are the last dimension.
+
+    Returns:
+        A tensor of ``x``'s shape, dtype and memory order.
+
+    Raises:
+        TypeError: a tensor has another dtype than those above.
+        ValueError: a shape does not fit.
+    """
+    layout = _Layout("batch_norm_fwd", x, channels_last)
+    y = torch.empty_like(layout.data)
+    operands = _dense(mean, inv_std, weight, bias)
+    _fwd(layout.data, layout.like("z", z), *operands, y, relu)
+    return layout.restored(y)
+
+
+@checked
+def batch_norm_reduce(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    mean: torch.Tensor,
+    inv_std: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    z: torch.Tensor | None = None,
+    relu: bool = False,
+    channels_last: bool = False,
+) -> BatchNormSums:
+    """Sums the output's gradient, and it times ``x - mean``, over each channel.
+
+    With ``relu`` the gradient counts where ``batch_norm_fwd`` of the same arguments has a positive
+    argument of the ReLU.
+
+    Args:
+        dy: gradient of the output, of ``x``'s shape and dtype.
+        x, mean, inv_std, weight, bias, z, relu, channels_last: as in ``batch_norm_fwd``.
+
+    Returns:
+        The sums, in a fixed order; the gradient of the weight, ``sum_dy_xmu * inv_std``, and that
+        of the bias, ``sum_dy``, in their dtypes, where these are given.
+
+    Raises:
+        TypeError: a tensor has another dtype than those above.
+        ValueError: a shape does not fit.
+    """
+    layout = _Layout("batch_norm_reduce", x, channels_last)
+    data, grad, residual = layout.data, layout.like("dy", dy), layout.like("z", z)
+    sums = [data.new_empty(data.shape[1], dtype=torch.float32) for _ in range(2)]
+    grads = [None if t is None else torch.empty_like(t) for t in _dense(weight, bias)]
+    operands = _dense(mean, inv_std, weight, bias)
+    _reduce(grad, data, residual, *operands, *sums, *grads, layout.workspace(), relu)
+    return BatchNormSums(*sums, *grads)
+
+
+@checked
+def batch_norm_bwd(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    mean: torch.Tensor,
+    inv_std: torch.Tensor,
+    weight: torch.Tensor | None,
+    sum_dy: torch.Tensor,
+    sum_dy_xmu: torch.Tensor,
+    counts: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    z: torch.Tensor | None = None,
+    relu: bool = False,
+    with_dz: bool = False,
+    channels_last: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Computes the gradient of ``x`` and, with ``with_dz``, that of ``z``.
+
+    ``dx = (d - sum_dy / n - (x - mean) * inv_std ** 2 * sum_dy_xmu / n) * inv_std * weight`` with
+    ``n = counts.sum()`` and d the gradient of the output, through the ReLU if ``relu``.
+
+    Args:
+        dy, x, mean, inv_std, weight, bias, z, relu, channels_last: as in ``batch_norm_reduce``.
+        sum_dy, sum_dy_xmu: float32 [c], over all parts of the batch.
+        counts: elements of a channel in each part, int32 [parts].
+        with_dz: True to compute d, the gradient of ``z``, too.
+
+    Returns:
+        (gradient of ``x``, gradient of ``z`` or None), of ``x``'s shape and dtype.
+
+    Raises:
+        TypeError: a tensor has another dtype than those above.
+        ValueError: a shape does not fit.
+    """
+    layout = _Layout("batch_norm_bwd", x, channels_last)
+    data, grad, residual = layout.data, layout.like("dy", dy), layout.like("z", z)
+    dx = torch.empty_like(data)
+    dz = torch.empty_like(data) if with_dz else None
+    operands = _dense(mean, inv_std, weight, bias, sum_dy, sum_dy_xmu, counts)
+    _bwd(grad, data, residual, *operands, dx, dz, relu)
+    return layout.restored(dx), None if dz is None else layout.restored(dz)
+
+
+@checked
+def batch_norm_relu_bwd(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    mean: torch.Tensor,
+    inv_std: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    z: torch.Tensor | None = None,
+    channels_last: bool = False,
+) -> torch.Tensor:
+    """Computes the gradient of the ReLU's argument: ``dy`` where that is positive, else 0.
+
+    Args:
+        dy, x, mean, inv_std, weight, bias, z, channels_last: as in ``batch_norm_reduce``.
+
+    Returns:
+        A tensor of ``x``'s shape, dtype and memory order.
+
+    Raises:
+        TypeError: a tensor has another dtype than those above.
+        ValueError: a shape does not fit.
+    """
+    layout = _Layout("batch_norm_relu_bwd", x, channels_last)
+    grad, residual = layout.like("dy", dy), layout.like("z", z)
+    dz = torch.empty_like(layout.data)
+    operands = _dense(mean, inv_std, weight, bias)
+    _bwd(grad, layout.data, residual, *operands, None, None, None, None, dz, True)
+    return layout.restored(dz)
+
+
+class _Layout:
+    """How ``x`` and tensors of its shape lie as contiguous [n, c, s]; channels-last data have s = 1.
+
+    Channels-first tensors in channels-last memory are taken, and given, as they lie.
+    """
+
+    def __init__(self, owner: str, x: torch.Tensor, channels_last: bool) -> None:
+        least = 1 if channels_last else 2
+        if x.dim() < least:
+            raise ValueError(
+                f"{owner}: x must have {least} dimensions or more, got {list(x.shape)}"
+            )
+        self.owner, self.shape, self.last = owner, x.shape, channels_last
+        self.is_moved = not (channels_last or x.dim() == 2 or x.is_contiguous())
+        self.is_moved = self.is_moved and x.movedim(1, -1).is_contiguous()
+        self.data = self.view(x)
+
+    def view(self, t: torch.Tensor) -> torch.Tensor:
+        t = (t.movedim(1, -1) if self.is_moved else t).contiguous()
+        if not (self.last or self.is_moved):
+            return t.view(*t.shape[:2], t.shape[2:].numel())
+        return t.view(t.shape[:-1].numel(), t.shape[-1], 1)
+
+    def like(self, name: str, t: torch.Tensor | None) -> torch.Tensor | None:
+        """Returns a tensor, which must have the shape of ``x``, as ``view`` does."""
+        if t is None:
+            return None
+        if t.shape != self.shape:
+            raise ValueError(
+                f"{self.owner}: {name} must have shape {list(self.shape)}, got {list(t.shape)}"
+            )
+        return self.view(t)
+
+    def restored(self, t: torch.Tensor) -> torch.Tensor:
+        """Returns a result [n, c, s] in the shape and memory order of ``x``."""
+        if not self.is_moved:
+            return t.view(self.shape)
+        n, c, *rest = self.shape
+        return t.view(n, *rest, c).movedim(-1, 1)
+
+    def workspace(self) -> torch.Tensor:
+        return self.data.new_empty(batch_norm_floats(*self.data.shape), dtype=torch.float32)
+
+
+def _dense(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
+    return [None if t is None else t.contiguous() for t in tensors]
+
+
+def reference(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    z: torch.Tensor | None = None,
+    relu: bool = False,
+    channels_last: bool = False,
+) -> torch.Tensor:
+    """Computes the normalisation of a whole batch in plain PyTorch, in float32 or ``x``'s dtype."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    moved = x.to(wide) if channels_last else x.to(wide).movedim(1, -1)
+    var, mean = torch.var_mean(moved.flatten(0, -2), 0, correction=0)
+    y = (moved - mean) * (var + eps).rsqrt()
+    y = y if weight is None else y * weight.to(wide)
+    y = y if bias is None else y + bias.to(wide)
+    y = y if channels_last else y.movedim(-1, 1)
+    y = y if z is None else y + z.to(wide)
+    return (y.relu() if relu else y).to(x.dtype)

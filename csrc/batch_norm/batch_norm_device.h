@@ -1,0 +1,641 @@
+// CUDA kernels of batch_norm, for both directions.
+//
+// Where a thread can keep to its columns, the data are a matrix of rows of c * s elements: a block
+// has up to 256 columns, 8 for each thread, and rows far apart are loaded at once. Else a block of
+// a reduction has vectors of one channel, and elements are computed in order of memory.
+#pragma once
+
+#include "batch_norm/batch_norm.h"
+#include "common/gpu/dependent_launch.h"
+#include "common/gpu/shifted.h"
+#include "common/numerics/with_dtype.h"
+
+namespace apex_te {
+namespace batch_norm {
+
+constexpr int kThreads = 256;
+constexpr int kTile = static_cast<int>(kBatchNormTile);
+constexpr int kElementBlocks = 792;  // of rows of elements: two turns of a GPU's blocks
+constexpr int kFlatVectors = 8;      // of a thread that has elements in order of memory
+constexpr int kFlatBatch = 4;        // of these, whose loads come first
+
+// Rows of a thread whose loads come first: 128 bytes of statistics, 64 of each other tensor.
+template <typename T, bool kStats>
+constexpr int kBatch = (kStats ? 16 : 8) / sizeof(T);
+
+// How a block's threads share the columns of a matrix [rows, cols].
+struct Columns {
+  int64_t rows, cols, tiles;
+  int lanes;  // threads beside each other
+
+  Columns(int64_t rows, int64_t cols) : rows(rows), cols(cols) {
+    const int64_t vectors = (cols + kVec - 1) / kVec;
+    tiles = (vectors + kTile / kVec - 1) / (kTile / kVec);
+    lanes = static_cast<int>((vectors + tiles - 1) / tiles);
+  }
+};
+
+// A thread's place in a block's columns.
+struct Place {
+  int lane, group, groups;  // the group of threads has rows of its own
+  int64_t first, col;       // columns of the block and of the thread
+
+  __device__ Place(int lanes)
+      : lane(threadIdx.x % lanes),
+        group(threadIdx.x / lanes),
+        groups(kThreads / lanes),
+        first(int64_t{blockIdx.x} * lanes * kVec),
+        col(first + lane * kVec) {}
+  __device__ bool has_columns(int64_t cols) const { return group < groups && col < cols; }
+};
+
+__device__ __forceinline__ float inverse_total(const BatchNorm& p) {
+  if (!p.counts) return 0.0f;
+  long long total = 0;
+  for (int64_t i = threadIdx.x % 32; i < p.ranks; i += 32) total += p.counts[i];
+#pragma unroll
+  for (int lane = 16; lane > 0; lane /= 2) total += __shfl_xor_sync(0xFFFFFFFFu, total, lane);
+  return total > 0 ? static_cast<float>(1.0 / static_cast<double>(total)) : 0.0f;
+}
+
+// What a block's columns are computed with, each made once.
+struct alignas(16) Channels {
+  float mean[kTile], scale[kTile], shift[kTile], mean_dy[kTile], slope[kTile];
+
+  template <typename T>
+  __device__ void fill(const BatchNorm& p, const Place& place, int lanes, int64_t cols,
+                       float inv_total) {
+    const int j = threadIdx.x;
+    const int64_t col = place.first + j;
+    if (j < lanes * kVec && col < cols) {
+      const BatchNormChannel at = batch_norm_channel<T>(p, p.s == 1 ? col : col / p.s, inv_total);
+      mean[j] = at.mean;
+      scale[j] = at.scale;
+      shift[j] = at.shift;
+      mean_dy[j] = at.mean_dy;
+      slope[j] = at.slope;
+    }
+    __syncthreads();
+  }
+};
+__device__ __forceinline__ void read(const float* shared, int lane, float* values) {
+#pragma unroll
+  for (int i = 0; i < kVec / 4; ++i) {
+    const float4 v = reinterpret_cast<const float4*>(shared + lane * kVec)[i];
+    values[4 * i] = v.x;
+    values[4 * i + 1] = v.y;
+    values[4 * i + 2] = v.z;
+    values[4 * i + 3] = v.w;
+  }
+}
+
+// Elements from `at` on, of which n belong to the row.
+template <typename T, bool kAligned>
+__device__ __forceinline__ Vec8<T> load(const void* data, int64_t at, int64_t n, int64_t numel) {
+  const T* x = static_cast<const T*>(data);
+  return kAligned ? load_vec(x + at) : load_shifted(x + at, n, x, x + numel);
+}
+
+// Number of elements, and what a reduction has of them: mean and sum of squared distances, or sums.
+struct Part {
+  double count, first, second;
+};
+template <bool kStats>
+__device__ __forceinline__ Part merge(const Part& a, const Part& b) {
+  if (!kStats) return {a.count + b.count, a.first + b.first, a.second + b.second};
+  const double count = a.count + b.count;
+  if (count <= 0.0) return a;
+  const double apart = b.first - a.first, share = b.count / count;
+  return {count, a.first + apart * share, a.second + b.second + apart * apart * a.count * share};
+}
+
+// A thread's statistics of one column, to which it adds small batches whose own it knows.
+__device__ __forceinline__ void add_batch(float& mean, float& squares, float batch_mean,
+                                          float batch_squares, float weight, float between) {
+  const float apart = batch_mean - mean;
+  mean = fmaf(apart, weight, mean);
+  squares += fmaf(apart * apart, between, batch_squares);
+}
+
+// Rows of one thread that are in registers: x and, in backward, dy and z.
+template <typename T, bool kStats, bool kRelu>
+struct Rows {
+  static constexpr int kCount = kBatch<T, kStats>;
+  Vec8<T> x[kCount], dy[kStats ? 1 : kCount], z[kRelu ? kCount : 1];
+
+  // Of `left` rows from that of the element `at` on, each `groups`-th, `step` elements apart; n of
+  // a row's elements exist.
+  template <bool kAligned>
+  __device__ void load_from(const BatchNorm& p, int64_t at, int64_t step, int left, int groups,
+                            int64_t n) {
+    const int64_t numel = p.n * p.c * p.s;
+#pragma unroll
+    for (int k = 0; k < kCount; ++k, at += step) {
+      const bool is_present = k * groups < left;
+      x[k] = is_present ? load<T, kAligned>(p.x, at, n, numel) : Vec8<T>{};
+      if (!kStats) dy[k] = is_present ? load<T, kAligned>(p.dy, at, n, numel) : Vec8<T>{};
+      if (kRelu && p.z) z[k] = is_present ? load<T, kAligned>(p.z, at, n, numel) : Vec8<T>{};
+    }
+  }
+};
+
+template <bool kRelu, typename T>
+__device__ __forceinline__ void mask(const Vec8<T>& z, bool has_z, const float* x,
+                                     const float* mean, const float* scale, const float* shift,
+                                     float* dy) {
+  if (!kRelu) return;
+  float residual[kVec] = {};
+  if (has_z) unpack(z, residual);
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) {
+    const BatchNormChannel at{mean[i], scale[i], shift[i], 0.0f, 0.0f};
+    dy[i] = relu_gradient(at.activation(x[i], residual[i]), dy[i]);
+  }
+}
+
+// A block's lines of the reduction of a matrix.
+template <typename T, bool kStats, bool kRelu, bool kAligned>
+__global__ void __launch_bounds__(kThreads, 2) reduce_columns_kernel(const BatchNorm p, int lanes) {
+  constexpr int kCount = kBatch<T, kStats>;
+  __shared__ float parts[2][kThreads * kVec];
+  __shared__ Channels channels;
+  const Place place(lanes);
+  const int64_t line = block_row(), cols = p.split.width;
+  if (line >= p.split.lines) return;
+  const int64_t begin = p.split.begin(line);
+  const int num_rows = static_cast<int>(p.split.begin(line + 1) - begin);
+  const int64_t step = place.groups * cols, n = cols - place.col;
+  int64_t at = (begin + place.group) * cols + place.col;
+  int left = place.has_columns(cols) ? num_rows - place.group : 0;
+  Rows<T, kStats, kRelu> rows;
+  if (left > 0) rows.template load_from<kAligned>(p, at, step, left, place.groups, n);
+  float mean[kVec] = {}, scale[kVec], shift[kVec];
+  if (!kStats) {
+    channels.fill<T>(p, place, lanes, cols, 0.0f);
+    read(channels.mean, place.lane, mean);
+    if (kRelu) {
+      read(channels.scale, place.lane, scale);
+      read(channels.shift, place.lane, shift);
+    }
+  }
+  float first[kVec] = {}, second[kVec] = {}, count = 0.0f;
+  while (left > 0) {
+    if (kStats) {
+      int of_batch = 0;
+#pragma unroll
+      for (int k = 0; k < kCount; ++k) of_batch += k * place.groups < left;
+      const float present = static_cast<float>(of_batch), total = count + present;
+      const float inverse = 1.0f / present, weight = present / total, between = count * weight;
+      float sums[kVec] = {}, squares[kVec] = {};
+#pragma unroll
+      for (int k = 0; k < kCount; ++k) {
+        float x[kVec];
+        unpack(rows.x[k], x);
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) sums[i] += x[i];
+      }
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) sums[i] *= inverse;
+#pragma unroll
+      for (int k = 0; k < kCount; ++k) {
+        float x[kVec];
+        unpack(rows.x[k], x);
+        if (k < of_batch) {
+#pragma unroll
+          for (int i = 0; i < kVec; ++i)
+            squares[i] = fmaf(x[i] - sums[i], x[i] - sums[i], squares[i]);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kVec; ++i)
+        add_batch(first[i], second[i], sums[i], squares[i], weight, between);
+      count = total;
+    } else {
+#pragma unroll
+      for (int k = 0; k < kCount; ++k) {
+        float x[kVec], dy[kVec];
+        unpack(rows.x[k], x);
+        unpack(rows.dy[k], dy);
+        mask<kRelu>(rows.z[kRelu ? k : 0], p.z != nullptr, x, mean, scale, shift, dy);
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) {
+          first[i] += dy[i];
+          second[i] = fmaf(dy[i], x[i] - mean[i], second[i]);
+        }
+      }
+    }
+    at += kCount * step;
+    left -= kCount * place.groups;
+    if (left > 0) rows.template load_from<kAligned>(p, at, step, left, place.groups, n);
+  }
+  let_next_kernel_start();
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) {
+    parts[0][threadIdx.x * kVec + i] = first[i];
+    parts[1][threadIdx.x * kVec + i] = second[i];
+  }
+  __syncthreads();
+  const int width = lanes * kVec;
+  if (threadIdx.x >= width || place.first + threadIdx.x >= cols) return;
+  const int each = num_rows / place.groups, more = num_rows % place.groups;
+  double sum = 0.0, of_second = 0.0;
+  for (int g = 0; g < place.groups; ++g) {
+    const float part = parts[0][g * width + threadIdx.x];
+    sum += kStats ? static_cast<double>(each + (g < more)) * part : part;
+  }
+  if (kStats) sum /= num_rows;
+  for (int g = 0; g < place.groups; ++g) {
+    const double apart = parts[0][g * width + threadIdx.x] - sum;
+    of_second += parts[1][g * width + threadIdx.x];
+    if (kStats) of_second += static_cast<double>(each + (g < more)) * apart * apart;
+  }
+  if (kStats) {
+    const int64_t col = place.first + threadIdx.x;
+    sum -= batch_norm_pivot(p, p.s == 1 ? col : col / p.s);
+  }
+  float* out = p.workspace + line * 2 * cols + place.first + threadIdx.x;
+  out[0] = static_cast<float>(sum);
+  out[cols] = static_cast<float>(of_second);
+}
+
+// A block's line of the vectors of one channel.
+template <typename T, bool kStats, bool kRelu, bool kAligned>
+__global__ void __launch_bounds__(kThreads) reduce_rows_kernel(const BatchNorm p) {
+  constexpr int kCount = kBatch<T, kStats>;
+  __shared__ Part parts[kThreads];
+  const int64_t channel = blockIdx.x, line = block_row(), numel = p.n * p.c * p.s;
+  if (line >= p.split.lines) return;
+  const int64_t vectors = p.split.row_places();
+  const int64_t end = p.split.begin(line + 1), row_step = kThreads / vectors;
+  const int64_t vec_step = kThreads - row_step * vectors;
+  int64_t place = p.split.begin(line) + threadIdx.x;
+  int64_t row = place / vectors, vec = place - row * vectors;
+  const BatchNormChannel at = kStats ? BatchNormChannel{} : batch_norm_channel<T>(p, channel, 0.0f);
+  float mean[kVec], scale[kVec], shift[kVec];
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) mean[i] = at.mean, scale[i] = at.scale, shift[i] = at.shift;
+  float first[kVec] = {}, second[kVec] = {}, count = 0.0f;
+  while (place < end) {
+    Vec8<T> x[kCount], dy[kCount], z[kCount];
+    int n[kCount], present = 0;
+#pragma unroll
+    for (int k = 0; k < kCount; ++k, place += kThreads) {
+      const int64_t index = (row * p.c + channel) * p.s + vec * kVec, left = p.s - vec * kVec;
+      n[k] = place < end ? (kAligned || left > kVec ? kVec : static_cast<int>(left)) : 0;
+      present += n[k];
+      x[k] = dy[k] = z[k] = Vec8<T>{};
+      if (n[k] > 0) {
+        x[k] = load<T, kAligned>(p.x, index, left, numel);
+        if (!kStats) dy[k] = load<T, kAligned>(p.dy, index, left, numel);
+        if (kRelu && p.z) z[k] = load<T, kAligned>(p.z, index, left, numel);
+      }
+      row += row_step;
+      vec += vec_step;
+      if (vec >= vectors) vec -= vectors, ++row;
+    }
+    if (kStats) {
+      float sums[kVec] = {}, squares[kVec] = {}, sum = 0.0f, square = 0.0f;
+#pragma unroll
+      for (int k = 0; k < kCount; ++k) {
+        float values[kVec];
+        unpack(x[k], values);
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) sums[i] += values[i];
+      }
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) sum += sums[i];
+      const float elements = static_cast<float>(present), batch_mean = sum / elements;
+#pragma unroll
+      for (int k = 0; k < kCount; ++k) {
+        float values[kVec];
+        unpack(x[k], values);
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) {
+          const float apart = i < n[k] ? values[i] - batch_mean : 0.0f;
+          squares[i] = fmaf(apart, apart, squares[i]);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) square += squares[i];
+      const float weight = elements / (count + elements);
+      add_batch(first[0], second[0], batch_mean, square, weight, count * weight);
+      count += elements;
+    } else {
+#pragma unroll
+      for (int k = 0; k < kCount; ++k) {
+        float values[kVec], grads[kVec];
+        unpack(x[k], values);
+        unpack(dy[k], grads);
+        mask<kRelu>(z[k], p.z != nullptr, values, mean, scale, shift, grads);
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) {
+          first[i] += grads[i];
+          second[i] = fmaf(grads[i], values[i] - at.mean, second[i]);
+        }
+      }
+    }
+  }
+  let_next_kernel_start();
+  Part part{count, first[0], second[0]};
+#pragma unroll
+  for (int i = 1; i < kVec; ++i) part.first += first[i], part.second += second[i];
+  parts[threadIdx.x] = part;
+  for (int half = kThreads / 2; half > 0; half /= 2) {
+    __syncthreads();
+    if (threadIdx.x < half)
+      parts[threadIdx.x] = merge<kStats>(parts[threadIdx.x], parts[threadIdx.x + half]);
+  }
+  if (threadIdx.x != 0) return;
+  if (kStats) parts[0].first -= batch_norm_pivot(p, channel);
+  float* out = p.workspace + line * 2 * p.split.width + channel;
+  out[0] = static_cast<float>(parts[0].first);
+  out[p.split.width] = static_cast<float>(parts[0].second);
+}
+
+// Adds the values of a channel's threads, `ways` apart by `channels`, for all of them.
+__device__ __forceinline__ double add_ways(double value, int channels, double* shared) {
+  __syncthreads();
+  shared[threadIdx.x] = value;
+  for (int half = kThreads / 2; half >= channels; half /= 2) {
+    __syncthreads();
+    if (threadIdx.x < half) shared[threadIdx.x] += shared[threadIdx.x + half];
+  }
+  __syncthreads();
+  return shared[threadIdx.x % channels];
+}
+
+// Results of `channels` channels, a power of two, from what the lines left.
+template <bool kStats>
+__global__ void __launch_bounds__(kThreads) finish_kernel(const BatchNorm p, int channels) {
+  __shared__ double shared[kThreads];
+  const BatchNormSplit& split = p.split;
+  const int64_t channel = int64_t{blockIdx.x} * channels + threadIdx.x % channels;
+  const int way = threadIdx.x / channels, ways = kThreads / channels;
+  const int64_t columns = split.by_columns ? p.s : 1;
+  const int64_t parts = channel < p.c && p.n > 0 ? split.lines * columns : 0;
+  const auto each = [&](const auto& body) {
+#pragma unroll 4
+    for (int64_t i = way; i < parts; i += ways) {
+      const int64_t line = columns == 1 ? i : i / columns, column = i - line * columns;
+      const float* at = p.workspace + line * 2 * split.width + channel * columns + column;
+      body(line, at[0], at[split.width]);
+    }
+  };
+  wait_for_previous_kernel();
+  double first = 0.0, second = 0.0;
+  if (kStats) {
+    double count = 0.0;
+    each([&](int64_t line, float mean, float) {
+      const auto n = static_cast<double>(split.count(line));
+      count += n;
+      first += n * mean;
+    });
+    count = add_ways(count, channels, shared);
+    first = add_ways(first, channels, shared) / (count > 0.0 ? count : 1.0);
+    each([&](int64_t line, float mean, float squares) {
+      second += squares + static_cast<double>(split.count(line)) * (mean - first) * (mean - first);
+    });
+    second = add_ways(second, channels, shared) / (count > 0.0 ? count : 1.0);
+    if (channel < p.c) first += batch_norm_pivot(p, channel);
+  } else {
+    each([&](int64_t, float sum, float of_products) {
+      first += sum;
+      second += of_products;
+    });
+    first = add_ways(first, channels, shared);
+    second = add_ways(second, channels, shared);
+  }
+  if (way != 0 || channel >= p.c) return;
+  p.results[0][channel] = static_cast<float>(first);
+  p.results[1][channel] = static_cast<float>(second);
+  if (kStats) return;
+  const float grads[2] = {static_cast<float>(second * p.inv_std[channel]),
+                          static_cast<float>(first)};
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    if (!p.param_grads[i]) continue;
+    if (p.param_grads_fp32)
+      static_cast<float*>(p.param_grads[i])[channel] = grads[i];
+    else if (p.dtype == DType::kFloat16)
+      static_cast<Half*>(p.param_grads[i])[channel] = from_float<Half>(grads[i]);
+    else
+      static_cast<BFloat16*>(p.param_grads[i])[channel] = from_float<BFloat16>(grads[i]);
+  }
+}
+
+// One vector of results at `at`, of which n elements exist.
+template <typename T>
+__device__ __forceinline__ void store(const float* values, void* data, int64_t at, int64_t n,
+                                      bool as_vector) {
+  Vec8<T> v;
+  pack(values, &v);
+  T* out = static_cast<T*>(data) + at;
+  if (as_vector)
+    store_vec(out, v);
+  else
+    store_partial(out, v, n);
+}
+
+// Elements of a matrix of rows of whole vectors.
+template <typename T, bool kBwd, bool kRelu>
+__global__ void __launch_bounds__(kThreads, kBwd ? 2 : 3)
+    columns_kernel(const BatchNorm p, int lanes, int64_t num_rows, int64_t cols,
+                   int64_t block_rows) {
+  constexpr int kCount = kBatch<T, false>;
+  __shared__ Channels channels;
+  const Place place(lanes);
+  const int64_t begin = block_row() * block_rows;
+  if (begin >= num_rows) return;
+  const bool is_used = place.has_columns(cols);
+  const float inv_total = kBwd ? inverse_total(p) : 0.0f;
+  const int64_t step = place.groups * cols;
+  int64_t at = (begin + place.group) * cols + place.col;
+  const int64_t rows = num_rows - begin < block_rows ? num_rows - begin : block_rows;
+  int left = is_used ? static_cast<int>(rows) - place.group : 0;
+  Vec8<T> x[kCount], dy[kCount], z[kCount];
+  const auto load_rows = [&] {
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) {
+      if (k * place.groups >= left) break;
+      x[k] = load<T, true>(p.x, at + k * step, kVec, 0);
+      if (kBwd) dy[k] = load<T, true>(p.dy, at + k * step, kVec, 0);
+      if ((!kBwd || kRelu) && p.z) z[k] = load<T, true>(p.z, at + k * step, kVec, 0);
+    }
+  };
+  if (left > 0) load_rows();
+  channels.fill<T>(p, place, lanes, cols, inv_total);
+  if (!is_used) return;
+  float mean[kVec], scale[kVec], shift[kVec], mean_dy[kVec], slope[kVec];
+  read(channels.mean, place.lane, mean);
+  read(channels.scale, place.lane, scale);
+  if (!kBwd || kRelu) read(channels.shift, place.lane, shift);
+  if (kBwd) {
+    read(channels.mean_dy, place.lane, mean_dy);
+    read(channels.slope, place.lane, slope);
+  }
+  while (left > 0) {
+#pragma unroll
+    for (int k = 0; k < kCount; ++k, at += step, left -= place.groups) {
+      if (left <= 0) break;
+      float values[kVec], grads[kVec];
+      unpack(x[k], values);
+      if (kBwd) {
+        unpack(dy[k], grads);
+        mask<kRelu>(z[k], p.z != nullptr, values, mean, scale, shift, grads);
+        if (p.dz) store<T>(grads, p.dz, at, kVec, true);
+        if (!p.dx) continue;
+#pragma unroll
+        for (int i = 0; i < kVec; ++i)
+          values[i] = (grads[i] - mean_dy[i] - (values[i] - mean[i]) * slope[i]) * scale[i];
+        store<T>(values, p.dx, at, kVec, true);
+      } else {
+        float residual[kVec] = {};
+        if (p.z) unpack(z[k], residual);
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) {
+          values[i] = (values[i] - mean[i]) * scale[i] + shift[i] + residual[i];
+          if (kRelu) values[i] = relu_of(values[i]);
+        }
+        store<T>(values, p.y, at, kVec, true);
+      }
+    }
+    if (left > 0) load_rows();
+  }
+}
+
+// Elements in order of memory. kWhole: no vector has elements of two channels.
+template <typename T, bool kBwd, bool kWhole>
+__global__ void __launch_bounds__(kThreads)
+    flat_kernel(const BatchNorm p, int64_t numel, bool is_aligned) {
+  const float inv_total = kBwd ? inverse_total(p) : 0.0f;
+  const bool reads_z = p.z && (!kBwd || p.relu);
+  int64_t at = (int64_t{blockIdx.x} * kFlatVectors * kThreads + threadIdx.x) * kVec;
+  int64_t offset = at % p.s, channel = at / p.s % p.c;
+  const int64_t channel_step = kThreads * kVec / p.s;
+  const int64_t offset_step = kThreads * kVec - channel_step * p.s;
+#pragma unroll 1
+  for (int batch = 0; batch < kFlatVectors / kFlatBatch && at < numel; ++batch) {
+    Vec8<T> x[kFlatBatch], dy[kFlatBatch], z[kFlatBatch];
+#pragma unroll
+    for (int k = 0; k < kFlatBatch; ++k) {
+      const int64_t index = at + k * kThreads * kVec, n = numel - index;
+      x[k] = dy[k] = z[k] = Vec8<T>{};
+      if (n <= 0) continue;
+      const bool as_vector = is_aligned && n >= kVec;
+      const auto read_vec = [&](const void* data) {
+        const T* from = static_cast<const T*>(data) + index;
+        return as_vector ? load_vec(from) : load_partial(from, n);
+      };
+      x[k] = read_vec(p.x);
+      if (kBwd) dy[k] = read_vec(p.dy);
+      if (reads_z) z[k] = read_vec(p.z);
+    }
+#pragma unroll
+    for (int k = 0; k < kFlatBatch; ++k, at += kThreads * kVec) {
+      const int64_t n = numel - at;
+      if (n <= 0) return;
+      float values[kVec], grads[kVec], residual[kVec];
+      unpack(x[k], values);
+      unpack(dy[k], grads);
+      unpack(z[k], residual);
+      int64_t in_row = offset, of = channel;
+      BatchNormChannel own = batch_norm_channel<T>(p, of, inv_total);
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+        const float value = own.activation(values[i], residual[i]);
+        if (kBwd) {
+          if (p.relu) grads[i] = relu_gradient(value, grads[i]);
+          values[i] = own.gradient(values[i], grads[i]);
+        } else {
+          values[i] = p.relu ? relu_of(value) : value;
+        }
+        if (!kWhole && ++in_row >= p.s) {
+          in_row = 0;
+          if (++of >= p.c) of = 0;
+          own = batch_norm_channel<T>(p, of, inv_total);
+        }
+      }
+      const bool as_vector = is_aligned && n >= kVec;
+      if (!kBwd) store<T>(values, p.y, at, n, as_vector);
+      if (kBwd && p.dz) store<T>(grads, p.dz, at, n, as_vector);
+      if (kBwd && p.dx) store<T>(values, p.dx, at, n, as_vector);
+      channel += channel_step;
+      offset += offset_step;
+      if (offset >= p.s) offset -= p.s, ++channel;
+      channel = channel < p.c ? channel : channel % p.c;
+    }
+  }
+}
+
+inline bool are_aligned(const BatchNorm& p) {
+  bool aligned = true;
+  for (const void* data : {p.x, p.z, p.dy, static_cast<const void*>(p.y),
+                           static_cast<const void*>(p.dx), static_cast<const void*>(p.dz)})
+    aligned = aligned && is_aligned(data, 16);
+  return aligned;
+}
+
+template <typename T, bool kStats, bool kRelu, bool kAligned>
+void launch_reduction_of(const BatchNorm& p, const char* name, cudaStream_t stream) {
+  if (p.split.by_columns) {
+    const Columns columns(p.n, p.split.width);
+    reduce_columns_kernel<T, kStats, kRelu, kAligned>
+        <<<grid_of(p.split.lines, columns.tiles, name), kThreads, 0, stream>>>(p, columns.lanes);
+  } else {
+    reduce_rows_kernel<T, kStats, kRelu, kAligned>
+        <<<grid_of(p.split.lines, p.c, name), kThreads, 0, stream>>>(p);
+  }
+  check_cuda(cudaGetLastError(), name);
+}
+
+template <bool kStats, bool kRelu>
+void launch_reduction(const BatchNorm& p, const char* name, cudaStream_t stream) {
+  if (p.c == 0) return;
+  if (p.numel() > 0) {
+    const bool aligned = are_aligned(p) && (p.split.by_columns ? p.split.width : p.s) % kVec == 0;
+    with_dtype(p.dtype, [&](auto zero) {
+      using T = decltype(zero);
+      if (aligned)
+        launch_reduction_of<T, kStats, kRelu, true>(p, name, stream);
+      else
+        launch_reduction_of<T, kStats, kRelu, false>(p, name, stream);
+    });
+  }
+  const int channels = p.split.by_columns && p.s > 1 ? 1 : 32;
+  const int64_t blocks = (p.c + channels - 1) / channels;
+  if (blocks > 0x7FFFFFFF) fail(kApexTeUnsupported, "%s: too many channels", name);
+  launch_dependent(finish_kernel<kStats>, blocks, kThreads, stream, p, channels);
+}
+
+template <typename T, bool kBwd>
+void launch_elements_of(const BatchNorm& p, const char* name, cudaStream_t stream) {
+  const bool aligned = are_aligned(p);
+  const Columns columns(p.n, p.c * p.s);
+  const bool by_columns = p.s == 1 || (p.s % kVec != 0 && p.n >= 32);
+  if (aligned && by_columns && columns.cols % kVec == 0) {
+    const int64_t step = kThreads / columns.lanes * kBatch<T, false>;
+    const int64_t steps = (columns.rows + step - 1) / step;
+    const int64_t blocks = std::max<int64_t>(kElementBlocks / columns.tiles, 1);
+    const int64_t block_rows = (steps + blocks - 1) / blocks * step;
+    const dim3 grid = grid_of((columns.rows + block_rows - 1) / block_rows, columns.tiles, name);
+    const auto kernel = p.relu ? columns_kernel<T, kBwd, true> : columns_kernel<T, kBwd, false>;
+    kernel<<<grid, kThreads, 0, stream>>>(p, columns.lanes, columns.rows, columns.cols, block_rows);
+  } else {
+    const int64_t of_block = int64_t{kThreads} * kFlatVectors * kVec;
+    const int64_t blocks = (p.numel() + of_block - 1) / of_block;
+    if (blocks > 0x7FFFFFFF) fail(kApexTeUnsupported, "%s: too many elements", name);
+    const auto kernel = p.s % kVec == 0 ? flat_kernel<T, kBwd, true> : flat_kernel<T, kBwd, false>;
+    kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(p, p.numel(), aligned);
+  }
+  check_cuda(cudaGetLastError(), name);
+}
+
+template <bool kBwd>
+void launch_elements(const BatchNorm& p, const char* name, cudaStream_t stream) {
+  if (p.numel() == 0) return;
+  with_dtype(p.dtype,
+             [&](auto zero) { launch_elements_of<decltype(zero), kBwd>(p, name, stream); });
+}
+
+}  // namespace batch_norm
+}  // namespace apex_te
