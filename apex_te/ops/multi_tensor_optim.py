@@ -3,8 +3,8 @@
 Each takes a few launches. Parameters and gradients are float32, float16 or bfloat16, in any
 combination; moments and master weights are float32, and those of ``adagrad``, ``novograd`` and
 ``lars`` may have 16 bits. A parameter that has a master weight is not read, only overwritten with
-the updated master weight, rounded. Gradients are only read, unless ``unscale_grads`` asks to unscale
-them in place. A launch takes up to 624 parameters; empty ones may stand anywhere.
+the updated master weight, rounded. Gradients are only read, unless ``unscale_grads`` asks to
+unscale them in place. A launch takes up to 624 parameters; empty ones may stand anywhere.
 
 So that a captured graph can be replayed for every step, the values that change between steps may be
 tensors of one element on the device: ``lr``, ``step``, ``inv_scale`` and ``found_inf``. A
@@ -395,8 +395,8 @@ def novograd(
     if not len(params) and not len(grads):
         return
     _novograd(
-        params, dense(grads), exp_avgs, norms.contiguous(), lr, *betas, eps, weight_decay, step, decoupled,
-        bias_correction, grad_averaging, found_inf,
+        params, dense(grads), exp_avgs, norms.contiguous(), lr, *betas, eps, weight_decay, step,
+        decoupled, bias_correction, grad_averaging, found_inf,
     )  # fmt: skip
     _written(params, exp_avgs)
 

@@ -17,6 +17,8 @@ from ..finder import ENTRY, OpFinder, OpLoader
 
 NAMES = (
     "amp_C",
+    "distributed_adam_cuda",
+    "distributed_lamb_cuda",
     "fused_adam_cuda",
     "fused_bias_swiglu",
     "fused_dense_cuda",

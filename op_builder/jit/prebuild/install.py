@@ -30,6 +30,8 @@ _APEX_OPTIONS = {"--cpp_ext": CPP_OPS, "--cuda_ext": CUDA_OPS}
 _SOFTMAX = ("scaled_softmax",)
 _APEX_SERVED = {
     "AMP_C": ("multi_tensor",),
+    "DISTRIBUTED_ADAM": ("multi_tensor",),
+    "DISTRIBUTED_LAMB": ("multi_tensor",),
     "FUSED_ADAM": ("multi_tensor",),
     "FUSED_BIAS_SWIGLU": ("swiglu",),
     "FUSED_DENSE": ("activation", "bias_gelu"),
@@ -46,7 +48,7 @@ _APEX_SERVED = {
 }
 _APEX_UNSERVED = frozenset(
     (
-        "APEX_C", "BNP", "DISTRIBUTED_ADAM", "DISTRIBUTED_LAMB", "FAST_MULTIHEAD_ATTN",
+        "APEX_C", "BNP", "FAST_MULTIHEAD_ATTN",
         "FOCAL_LOSS", "FUSED_CONV_BIAS_RELU", "FUSED_INDEX_MUL_2D", "NCCL_ALLOCATOR", "NCCL_P2P",
         "PEER_MEMORY", "SYNCBN", "TRANSDUCER_JOINT", "TRANSDUCER_LOSS",
     )

@@ -22,6 +22,9 @@ amp_C: multi_tensor_adagrad multi_tensor_adam multi_tensor_adam_capturable
   multi_tensor_l2norm_scale multi_tensor_lamb multi_tensor_lamb_mp multi_tensor_lamb_stage1_cuda
   multi_tensor_lamb_stage2_cuda multi_tensor_lars multi_tensor_novograd multi_tensor_scale
   multi_tensor_sgd multi_tensor_unscale_l2norm update_scale_hysteresis
+distributed_adam_cuda: multi_tensor_fused_adam multi_tensor_fused_adam_capturable
+  multi_tensor_fused_adam_with_param_remainders
+distributed_lamb_cuda: multi_tensor_lamb_compute_update_term multi_tensor_lamb_update_weights
 fused_adam_cuda: adam adam_mt maybe_adam_undo maybe_cast maybe_cast_mt reversible_adam
   strided_check_finite
 fused_bias_swiglu: backward forward
@@ -43,7 +46,7 @@ xentropy_cuda: backward forward
 _LINES = [line.split(":") for line in SERVED.strip().replace("\n  ", " ").splitlines()]
 EXPORTS = {name: set(functions.split()) for name, functions in _LINES}
 _OTHERS = """
-_apex_nccl_allocator apex_C bnp distributed_adam_cuda distributed_lamb_cuda fast_multihead_attn
+_apex_nccl_allocator apex_C bnp fast_multihead_attn
 focal_loss_cuda fused_conv_bias_relu fused_index_mul_2d nccl_p2p_cuda peer_memory_cuda syncbn
 transducer_joint_cuda transducer_loss_cuda
 """
