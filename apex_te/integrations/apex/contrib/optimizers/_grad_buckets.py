@@ -1,0 +1,706 @@
+"""Buckets whose gradients are reduced to shards during backward, and whose parameters are gathered.
+
+A bucket is the parameters of one group and dtype, flat, one after the other, with zeros between
+them and at the end, so that ranks have equal shards. Ranks start their collectives in the order of
+the buckets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import distributed
+from torch.nn.modules import module as torch_module
+
+from .....comm.collectives import (
+    Pending,
+    all_gather_rows,
+    all_reduce,
+    reduce_scatter_rows,
+    world_size,
+)
+from .....ops import multi_tensor
+from ...optimizers._lists import ListOptimizer
+
+ALIGNMENT = 8  # elements: parameters and shards begin at multiples of 16 bytes
+
+
+def _padded(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+class Fragment(NamedTuple):
+    """This rank's part of a parameter: elements of the flat parameter and of the shard."""
+
+    param: torch.Tensor
+    of_param: slice
+    of_shard: slice
+
+
+class Bucket:
+    """Flat parameters, this rank's shards of what belongs to them, and collectives under way."""
+
+    def __init__(
+        self, group: dict[str, Any], params: list[torch.Tensor], rank: int, ranks: int
+    ) -> None:
+        self.group = group
+        self.params = params
+        self.dtype, self.device = params[0].dtype, params[0].device
+        self.places: dict[torch.Tensor, slice] = {}
+        end = 0
+        for p in params:
+            self.places[p] = slice(end, end + p.numel())
+            end = _padded(end + p.numel(), ALIGNMENT)
+        self.size = _padded(end, ranks * ALIGNMENT)
+        self.shard_size = self.size // ranks
+        first = rank * self.shard_size
+        self.fragments = []
+        for p, place in self.places.items():
+            begin, stop = max(place.start, first), min(place.stop, first + self.shard_size)
+            if begin < stop:
+                of_param = slice(begin - place.start, stop - place.start)
+                self.fragments.append(Fragment(p, of_param, slice(begin - first, stop - first)))
+        self.state: dict[str, torch.Tensor] = {}  # shards by name
+        self.grads: torch.Tensor | None = None  # of this rank alone, flat
+        self.filled: set[torch.Tensor] = set()
+        self.ready: set[torch.Tensor] = set()
+        self.reducing: Pending | None = None
+        self.grad_shard: torch.Tensor | None = None  # the sum over ranks, added up over backwards
+        self.gathering: Pending | None = None
+
+    def pieces(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Returns views of a flat tensor in the shapes of the parameters."""
+        return [flat[place].view(p.shape) for p, place in self.places.items()]
+
+    def shard_of_params(self, dtype: torch.dtype) -> torch.Tensor:
+        """Returns this rank's shard of the parameters, in a new tensor."""
+        shard = torch.zeros(self.shard_size, dtype=dtype, device=self.device)
+        for p, of_param, of_shard in self.fragments:
+            shard[of_shard].copy_(p.detach().reshape(-1)[of_param])
+        return shard
+
+    def drop_grads(self, keeps_buffer: bool) -> None:
+        """Drops gradients; with ``keeps_buffer`` zeroes the buffer of this rank's instead."""
+        self.grad_shard = self.reducing = None
+        if not keeps_buffer:
+            self.grads = None
+        elif self.grads is not None:
+            self.grads.zero_()
+        self.filled.clear()
+        self.ready.clear()
+
+
+class BucketOptimizer(ListOptimizer):
+    """Base of optimizers that have a shard of gradients and state on each rank (ZeRO 2).
+
+    Subclasses define ``_new_state``, the shards of a bucket's state, and ``_update``, which steps
+    buckets of a group.
+    """
+
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        params: Any,
+        defaults: dict[str, Any],
+        *,
+        process_group: Any,
+        distributed_process_group: Any,
+        redundant_process_group: Any,
+        grad_sync_dtype: torch.dtype,
+        param_sync_dtype: torch.dtype | None,
+        average_grad_sync: bool,
+        overlap_grad_sync: bool,
+        overlap_param_sync: bool,
+        bucket_cap_mb: float,
+        pipeline_size: int,
+        contiguous_param_buffer: bool = False,
+        contiguous_grad_buffer: bool = False,
+    ) -> None:
+        name = type(self).__name__
+        if (distributed_process_group is None) is not (redundant_process_group is None):
+            raise ValueError(
+                f"{name}: distributed_process_group and redundant_process_group must be given "
+                "together, got one"
+            )
+        self.process_group = process_group
+        self.distributed_process_group = (
+            process_group if distributed_process_group is None else distributed_process_group
+        )
+        self.redundant_process_group = redundant_process_group
+        self.process_group_size = world_size(process_group)
+        self.distributed_size = world_size(self.distributed_process_group)
+        self.distributed_rank = (
+            distributed.get_rank(self.distributed_process_group) if self.distributed_size > 1 else 0
+        )
+        self.grad_sync_dtype = grad_sync_dtype
+        self.param_sync_dtype = param_sync_dtype
+        self.average_grad_sync = average_grad_sync
+        self.overlap_grad_sync = overlap_grad_sync
+        self.overlap_param_sync = overlap_param_sync
+        self.pipeline_size = max(1, pipeline_size)
+        self.contiguous_param_buffer = contiguous_param_buffer
+        self.contiguous_grad_buffer = contiguous_grad_buffer
+        self._cap = int(bucket_cap_mb * 2**20)
+        self._buckets: list[Bucket] = []
+        self._bucket_of: dict[torch.Tensor, Bucket] = {}
+        self._next = 0  # the bucket that a reduction comes to next
+        self._reducing: list[Bucket] = []
+        self._is_syncing = True
+        self._copies_greedily = False
+        self._grad_norm: torch.Tensor | None = None
+        self._grad_scale: torch.Tensor | None = None
+        self._forward_hook: Any = None
+        self._hooks: list[Any] = []
+        super().__init__(params, defaults, set_grad_none=True)
+        self._broadcast_params(self.parameters())
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a parameter group as ``torch.optim`` does; every rank must have the same values."""
+        super().add_param_group(param_group)
+        for p in self.param_groups[-1]["params"]:
+            if p.requires_grad:
+                self._hooks.append(p.register_post_accumulate_grad_hook(self._on_grad))
+
+    # What each optimizer defines.
+
+    def _new_state(self, bucket: Bucket) -> dict[str, torch.Tensor]:
+        """Returns the shards of a bucket's state before the first step."""
+        raise NotImplementedError
+
+    def _update(
+        self, buckets: list[Bucket], scale: torch.Tensor, found_inf: torch.Tensor | None
+    ) -> Iterator[tuple[Bucket, torch.Tensor]]:
+        """Steps buckets of a group; yields each one with its shard of new parameters.
+
+        Gradients are multiplied by ``scale``, float32 [1]; ``found_inf`` skips the step if not 0.
+        """
+        raise NotImplementedError
+
+    # Buckets.
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        """Yields the parameters of all groups that require a gradient."""
+        for group in self.param_groups:
+            yield from (p for p in group["params"] if p.requires_grad)
+
+    def _broadcast_params(self, params: Iterable[torch.Tensor]) -> None:
+        """Gives all ranks the parameters of the first one."""
+        if self.process_group_size == 1:
+            return
+        first = (
+            0 if self.process_group is None else distributed.get_global_rank(self.process_group, 0)
+        )
+        with torch.no_grad():
+            for p in params:
+                whole = p.detach().contiguous()
+                distributed.broadcast(whole, src=first, group=self.process_group)
+                p.copy_(whole)
+
+    @torch.no_grad()
+    def init_params(self, params: Iterable[torch.Tensor] | torch.Tensor | None = None) -> None:
+        """Makes the buckets and the state of parameters that have none yet; None takes all.
+
+        Every rank must call it with the same parameters.
+        """
+        self._make_buckets(params, self._cap)
+
+    @torch.no_grad()
+    def init_params_bucket(self, params: Iterable[torch.Tensor] | torch.Tensor) -> None:
+        """Makes one bucket, or one for each group and dtype, of parameters that have none yet."""
+        self._make_buckets(params, None)
+
+    def _make_buckets(
+        self, params: Iterable[torch.Tensor] | torch.Tensor | None, cap: int | None
+    ) -> None:
+        if isinstance(params, torch.Tensor):
+            params = [params]
+        wanted = None if params is None else set(params)
+        chosen: dict[Any, list[list[torch.Tensor]]] = {}
+        sizes: dict[Any, int] = {}
+        for index, group in reversed(list(enumerate(self.param_groups))):
+            for p in reversed(group["params"]):
+                taken = p in self._bucket_of or (wanted is not None and p not in wanted)
+                if taken or not p.requires_grad or not p.numel():
+                    continue
+                key = (index, p.dtype, p.device)
+                size = p.numel() * torch.empty((), dtype=self.grad_sync_dtype).element_size()
+                if key not in chosen or (cap is not None and sizes[key] + size > cap):
+                    chosen.setdefault(key, []).append([])
+                    sizes[key] = 0
+                chosen[key][-1].append(p)
+                sizes[key] += size
+        order = {p: i for i, p in enumerate(self.parameters())}
+        made = [(key[0], members) for key, many in chosen.items() for members in many]
+        made.sort(key=lambda item: -order[item[1][0]])
+        for index, members in made:
+            bucket = Bucket(
+                self.param_groups[index], members, self.distributed_rank, self.distributed_size
+            )
+            bucket.state = self._new_state(bucket)
+            self._bucket_of.update(dict.fromkeys(members, bucket))
+            self._buckets.append(bucket)
+            if self.contiguous_param_buffer:
+                flat = torch.zeros(bucket.size, dtype=bucket.dtype, device=bucket.device)
+                for p, piece in zip(members, bucket.pieces(flat), strict=True):
+                    p.data = piece.copy_(p)
+
+    def grad_buffer_view(self, param: torch.Tensor) -> torch.Tensor:
+        """Returns the view of the gradient buffer, in ``grad_sync_dtype``, for a parameter.
+
+        What is added to it counts as gradient, and is reduced like ``param.grad``.
+
+        Raises:
+            RuntimeError: ``contiguous_grad_buffer`` is False.
+        """
+        if not self.contiguous_grad_buffer:
+            raise RuntimeError(
+                f"{type(self).__name__}: contiguous_grad_buffer must be True for "
+                "grad_buffer_view, got False"
+            )
+        self.init_params()
+        bucket = self._bucket_of[param]
+        return self._buffer(bucket)[bucket.places[param]].view(param.shape)
+
+    # Gradients.
+
+    def _buffer(self, bucket: Bucket) -> torch.Tensor:
+        if bucket.grads is None:
+            bucket.grads = torch.zeros(
+                bucket.size, dtype=self.grad_sync_dtype, device=bucket.device
+            )
+        return bucket.grads
+
+    @torch.no_grad()
+    def _take_grad(self, param: torch.Tensor) -> None:
+        """Moves a parameter's gradient to its bucket."""
+        bucket = self._bucket_of[param]
+        assert param.grad is not None
+        piece = self._buffer(bucket)[bucket.places[param]].view(param.shape)
+        if param in bucket.filled or self.contiguous_grad_buffer:
+            piece.add_(param.grad)
+        else:
+            piece.copy_(param.grad)
+        bucket.filled.add(param)
+        param.grad = None
+
+    def _on_grad(self, param: torch.Tensor) -> None:
+        """Takes a gradient that backward has made, and starts the reductions that it completes."""
+        overlaps = self._is_syncing and self.overlap_grad_sync
+        if not param.numel() or not (overlaps or self._copies_greedily):
+            return
+        self._live([param])
+        self.init_params()
+        self._take_grad(param)
+        if not overlaps:
+            return
+        self._bucket_of[param].ready.add(param)
+        while len(self._buckets[self._next].ready) == len(self._buckets[self._next].params):
+            self._reduce(self._buckets[self._next])
+            self._next = (self._next + 1) % len(self._buckets)
+
+    @torch.no_grad()
+    def _reduce(self, bucket: Bucket) -> None:
+        """Starts the reduction of a bucket's gradients; those that are missing are zeros."""
+        self._finish(bucket)
+        self._grad_norm = None
+        flat = self._buffer(bucket)
+        if self.average_grad_sync and self.process_group_size > 1:
+            flat.mul_(1.0 / self.process_group_size)
+        if not self.contiguous_grad_buffer:
+            bucket.grads = None
+        bucket.filled.clear()
+        bucket.ready.clear()
+        if self.distributed_size == 1:
+            bucket.reducing = Pending(flat.clone() if self.contiguous_grad_buffer else flat)
+        else:
+            bucket.reducing = reduce_scatter_rows(flat, self.distributed_process_group)
+        self._reducing.append(bucket)
+        while len(self._reducing) > self.pipeline_size:
+            self._finish(self._reducing[0])
+
+    def _finish(self, bucket: Bucket) -> None:
+        """Adds what a bucket's reduction has given to its shard of gradients."""
+        if bucket.reducing is None:
+            return
+        shard = bucket.reducing.wait()
+        bucket.reducing = None
+        self._reducing.remove(bucket)
+        if bucket.grads is not None:  # kept, and read by now
+            bucket.grads.zero_()
+        if self.redundant_process_group is not None:
+            all_reduce(shard, self.redundant_process_group).wait()
+        bucket.grad_shard = shard if bucket.grad_shard is None else bucket.grad_shard.add_(shard)
+
+    @contextlib.contextmanager
+    def no_sync(self, greedy_grad_copy: bool = False) -> Iterator[None]:
+        """Makes backward leave gradients on this rank, to be reduced with later ones.
+
+        Args:
+            greedy_grad_copy: move gradients to the buckets, in ``grad_sync_dtype``.
+        """
+        before = self._is_syncing, self._copies_greedily
+        self._is_syncing, self._copies_greedily = False, greedy_grad_copy
+        try:
+            yield
+        finally:
+            self._is_syncing, self._copies_greedily = before
+
+    @torch.no_grad()
+    def grad_sync(self) -> None:
+        """Reduces all gradients that have not been reduced yet, and waits for reductions.
+
+        Every rank must call it, as ``step`` does. A parameter without a gradient has zeros.
+        """
+        self.init_params()
+        for p in self._live(self.parameters()):
+            if p.numel():
+                self._take_grad(p)
+        rest = self._buckets[self._next :] if self._next else []
+        self._next = 0
+        for bucket in rest:
+            self._reduce(bucket)
+        for bucket in self._buckets:
+            is_new = bucket.grad_shard is None and bucket.reducing is None
+            if is_new or bucket.filled:
+                self._reduce(bucket)
+        for bucket in self._buckets:
+            self._finish(bucket)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops the gradients of parameters and buckets."""
+        for bucket in list(self._reducing):
+            self._finish(bucket)
+        for bucket in self._buckets:
+            bucket.drop_grads(self.contiguous_grad_buffer)
+        self._next = 0
+        self._grad_norm = self._grad_scale = None
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad = None
+
+    # Norms and scales.
+
+    def _device(self) -> torch.device:
+        return self._buckets[0].device
+
+    def _scale(self) -> torch.Tensor:
+        """Returns the factor of all gradients, float32 [1]."""
+        if self._grad_scale is None:
+            self._grad_scale = torch.ones(1, dtype=torch.float32, device=self._device())
+        return self._grad_scale
+
+    def _grad_pieces(self, parameters: Iterable[torch.Tensor] | None) -> list[torch.Tensor]:
+        """Returns this rank's shards of gradients, of some parameters or all."""
+        self.grad_sync()
+        if parameters is None:
+            return [b.grad_shard for b in self._buckets if b.grad_shard is not None]
+        wanted = set(parameters)
+        return [
+            bucket.grad_shard[of_shard]
+            for bucket in self._buckets
+            if bucket.grad_shard is not None
+            for p, _, of_shard in bucket.fragments
+            if p in wanted
+        ]
+
+    @torch.no_grad()
+    def grad_norm(
+        self,
+        parameters: Iterable[torch.Tensor] | None = None,
+        norm_type: float = 2.0,
+        force: bool = False,
+    ) -> torch.Tensor:
+        """Returns the norm of the reduced gradients, with scales applied; every rank must call it.
+
+        Args:
+            parameters: whose gradients count; None for all.
+            norm_type: 2.
+            force: compute the norm of all parameters again even if it is known.
+
+        Returns:
+            The norm, a float32 scalar.
+
+        Raises:
+            NotImplementedError: another ``norm_type``.
+        """
+        if norm_type != 2:
+            raise NotImplementedError(
+                f"{type(self).__name__}: norm_type must be 2, got {norm_type!r}"
+            )
+        if parameters is None and self._grad_norm is not None and not force:
+            return self._grad_norm * self._scale()[0]
+        pieces = self._grad_pieces(parameters)
+        square = torch.zeros((), dtype=torch.float64, device=self._device())
+        if pieces:
+            total: Any = multi_tensor.l2norm(pieces)
+            square += total.double().square()
+        norm = self._summed(square).sqrt().float()
+        if parameters is None:
+            self._grad_norm = norm
+        return norm * self._scale()[0]
+
+    def _summed(self, values: torch.Tensor) -> torch.Tensor:
+        """Returns numbers of shards summed over the ranks that have the other shards."""
+        if self.distributed_size > 1:
+            all_reduce(values, self.distributed_process_group).wait()
+        return values
+
+    @torch.no_grad()
+    def clip_grad_norm(
+        self,
+        max_norm: float,
+        parameters: Iterable[torch.Tensor] | None = None,
+        norm_type: float = 2.0,
+    ) -> torch.Tensor:
+        """Scales the gradients so that their norm is at most ``max_norm``; returns the norm before.
+
+        Raises:
+            NotImplementedError: another ``norm_type`` than 2, or ``parameters`` are not all.
+        """
+        if parameters is not None and set(parameters) != set(self.parameters()):
+            raise NotImplementedError(
+                f"{type(self).__name__}: parameters must be None or all of the optimizer for "
+                "clip_grad_norm, got some"
+            )
+        norm = self.grad_norm(None, norm_type)
+        self._scale().mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
+        return norm
+
+    @torch.no_grad()
+    def unscale_grads(self, inv_scale: torch.Tensor, *args: Any) -> dict[torch.device, Any]:
+        """Multiplies the gradients by ``inv_scale``; tells whether one is not finite on any rank.
+
+        Returns:
+            ``{device: found_inf}``, a float32 scalar, as a GradScaler keeps it.
+        """
+        shards = self._grad_pieces(None)
+        self._scale().mul_(inv_scale.to(self._device()))
+        found = torch.zeros((), dtype=torch.float32, device=self._device())
+        if shards:
+            found += ~multi_tensor.amax(shards).isfinite().all()
+        if self.process_group_size > 1:
+            op = distributed.ReduceOp.MAX
+            distributed.all_reduce(found, op=op, group=self.process_group)
+        return {self._device(): found}
+
+    # The step.
+
+    def step(self, closure: Callable[[], Any] | None = None, *, grad_scaler: Any = None) -> Any:
+        """Reduces gradients, updates this rank's shards and gathers the parameters.
+
+        Args:
+            closure: evaluates the model again and returns the loss.
+            grad_scaler: a ``torch.amp.GradScaler``: gradients are divided by its scale, unless they
+                were by ``unscale_grads``, and the step is skipped if one is not finite.
+
+        Returns:
+            The result of ``closure``, None without a closure.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            self.grad_sync()
+            found_inf = None if grad_scaler is None else self._ask(grad_scaler)
+            if found_inf is not None and not self._is_capturable() and found_inf.item():
+                return loss
+            self._step_buckets(found_inf)
+        return loss
+
+    def _is_capturable(self) -> bool:
+        return False
+
+    def _ask(self, scaler: Any) -> torch.Tensor:
+        """Unscales gradients for a GradScaler unless that is done; returns its flag."""
+        state = scaler._per_optimizer_states[id(self)]
+        if not state["found_inf_per_device"]:
+            inv_scale = scaler._get_scale_async().double().reciprocal().float()
+            state["found_inf_per_device"] = self.unscale_grads(inv_scale)
+        return sum(flag.to(self._device()) for flag in state["found_inf_per_device"].values())
+
+    def _count(self, group: dict[str, Any], found_inf: torch.Tensor | None) -> None:
+        """Adds 1 to a group's step count."""
+        group["step"] = group.get("step", 0) + 1
+
+    def _step_buckets(self, found_inf: torch.Tensor | None) -> None:
+        self.param_sync()
+        for group in self.param_groups:
+            own = [bucket for bucket in self._buckets if bucket.group is group]
+            if not own:
+                continue
+            self._count(group, found_inf)
+            for bucket, shard in self._update(own, self._scale(), found_inf):
+                self._gather(bucket, shard)
+        if not self.overlap_param_sync:
+            self.param_sync()
+        else:
+            self._forward_hook = torch_module.register_module_forward_pre_hook(
+                lambda *_: self.param_sync()
+            )
+
+    def _gather(self, bucket: Bucket, shard: torch.Tensor) -> None:
+        """Starts gathering new parameters."""
+        if self.distributed_size == 1:
+            bucket.gathering = Pending(shard)
+        else:
+            bucket.gathering = all_gather_rows(shard, self.distributed_process_group)
+
+    def sync_dtype(self, bucket: Bucket) -> torch.dtype:
+        """Returns the dtype in which a bucket's parameters are gathered."""
+        return self.param_sync_dtype or bucket.dtype
+
+    @torch.no_grad()
+    def param_sync(self) -> None:
+        """Waits for the parameters that the last step has begun to gather.
+
+        With ``overlap_param_sync`` the first module that runs does so. Call it before parameters
+        are used otherwise.
+        """
+        hook, self._forward_hook = self._forward_hook, None
+        if hook is not None:
+            hook.remove()
+        for bucket in self._buckets:
+            if bucket.gathering is not None:
+                flat, bucket.gathering = bucket.gathering.wait(), None
+                torch._foreach_copy_(bucket.params, bucket.pieces(flat))
+
+    # State dicts.
+
+    def _whole(self, bucket: Bucket, shard: torch.Tensor) -> list[torch.Tensor]:
+        """Returns a shard's tensors of whole parameters, on the CPU."""
+        flat = shard
+        if self.distributed_size > 1:
+            flat = all_gather_rows(shard, self.distributed_process_group).wait()
+        return [piece.cpu().clone() for piece in bucket.pieces(flat)]
+
+    def _saved_state(self, bucket: Bucket) -> dict[str, torch.Tensor]:
+        """Returns the shards that a state dict of format 2 has, by name."""
+        return bucket.state
+
+    def _load_shards(self, bucket: Bucket, shards: dict[str, torch.Tensor]) -> None:
+        """Loads shards of the names of ``_saved_state``."""
+        for name, shard in shards.items():
+            bucket.state[name].copy_(shard)
+
+    @torch.no_grad()
+    def state_dict(
+        self, *, state_dict_format: int | None = None, gather_on_root: bool | None = None
+    ) -> dict[str, Any]:
+        """Returns the state; every rank must call it.
+
+        Args:
+            state_dict_format: 2 (None): whole tensors of each parameter on the CPU, as of an
+                optimizer on one rank, which any number of ranks can load. 1: shards, for as many
+                ranks as now.
+            gather_on_root: for format 1, give rank 0 the shards of all ranks, so that its state
+                dict alone is enough to save; True by default.
+
+        Returns:
+            The state dict.
+
+        Raises:
+            ValueError: ``state_dict_format`` is neither 1 nor 2.
+        """
+        if state_dict_format not in (None, 1, 2):
+            raise ValueError(
+                f"{type(self).__name__}: state_dict_format must be 1 or 2, got {state_dict_format}"
+            )
+        self.init_params()
+        self.param_sync()
+        packed = super().state_dict()["param_groups"]
+        if state_dict_format == 1:
+            shards = [
+                {name: shard.cpu().clone() for name, shard in bucket.state.items()}
+                for bucket in self._buckets
+            ]
+            result = {"state": shards, "param_groups": packed, "format": 1}
+            if gather_on_root in (None, True) and self.distributed_size > 1:
+                result["gathered_states"] = self._gathered(shards)
+            return result
+        numbers = {
+            p: i for i, p in enumerate(p for group in self.param_groups for p in group["params"])
+        }
+        state: dict[int, dict[str, torch.Tensor]] = {}
+        for bucket in self._buckets:
+            for name, shard in self._saved_state(bucket).items():
+                for p, whole in zip(bucket.params, self._whole(bucket, shard), strict=True):
+                    state.setdefault(numbers[p], {})[name] = whole
+        return {"state": dict(sorted(state.items())), "param_groups": packed, "format": 2}
+
+    def _gathered(self, shards: list[dict[str, torch.Tensor]]) -> list[Any] | None:
+        """Returns the shards of all ranks on the first one, None on others."""
+        group = self.distributed_process_group
+        root = 0 if group is None else distributed.get_global_rank(group, 0)
+        found = [None] * self.distributed_size if self.distributed_rank == 0 else None
+        distributed.gather_object(shards, found, dst=root, group=group)
+        return found
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state dict of either format, or of ``FusedAdam`` on one rank.
+
+        Raises:
+            ValueError: the state dict has other parameters or, in format 1, shards of other sizes.
+        """
+        self.init_params()
+        self.param_sync()
+        saved = state_dict["state"]
+        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        for group in self.param_groups:
+            own = [bucket for bucket in self._buckets if set(bucket.params) <= set(group["params"])]
+            for bucket in own:  # torch has made other groups
+                bucket.group = group
+        if state_dict.get("format") == 1:
+            self._load_local(state_dict)
+            return
+        numbers = {
+            p: i for i, p in enumerate(p for group in self.param_groups for p in group["params"])
+        }
+        for bucket in self._buckets:
+            found = {p: saved[numbers[p]] for p in bucket.params if numbers[p] in saved}
+            if not found:
+                continue
+            if len(found) < len(bucket.params):
+                raise ValueError(
+                    f"{type(self).__name__}: state_dict must have the state of all parameters, got "
+                    f"that of {len(found)} of {len(bucket.params)} in a bucket"
+                )
+            shards = {}
+            for name in found[bucket.params[0]].keys() & self._saved_state(bucket).keys():
+                shard = torch.zeros(bucket.shard_size, dtype=torch.float32)
+                for p, of_param, of_shard in bucket.fragments:
+                    shard[of_shard] = found[p][name].reshape(-1)[of_param].float().cpu()
+                shards[name] = shard.to(bucket.device)
+            self._load_shards(bucket, shards)
+            self.param_sync()
+            steps = [state["step"] for state in found.values() if "step" in state]
+            if steps and "step" not in bucket.group:
+                bucket.group["step"] = int(steps[0])
+
+    def _load_local(self, state_dict: dict[str, Any]) -> None:
+        """Loads shards of format 1."""
+        shards = state_dict["state"]
+        gathered = state_dict.get("gathered_states")
+        if gathered is not None:
+            if len(gathered) != self.distributed_size:
+                raise ValueError(
+                    f"{type(self).__name__}: state_dict of format 1 must be of "
+                    f"{self.distributed_size} ranks, got one of {len(gathered)}; save with "
+                    "state_dict_format=2"
+                )
+            shards = gathered[self.distributed_rank]
+        sizes = [bucket.shard_size for bucket in self._buckets]
+        found = [len(next(iter(each.values()))) for each in shards]
+        if found != sizes:
+            raise ValueError(
+                f"{type(self).__name__}: state_dict of format 1 must have shards of {sizes} "
+                f"elements, got {found}; save with state_dict_format=2"
+            )
+        for bucket, own in zip(self._buckets, shards, strict=True):
+            for name, shard in own.items():
+                bucket.state[name].copy_(shard)
