@@ -145,8 +145,7 @@ def _accumulation(rank, greedy, overlap):
     _same(params, weights)
     assert len(calls) == 2 * len(optimizer._buckets)
     # Without no_sync each backward reduces, into the same sums.
-    for p, q in zip(params, _params(), strict=True):
-        p.data.copy_(q)
+    params = _params()
     again = DistributedFusedAdam(_groups(params), **ADAM, **SMALL, device="cpu")
     for seeds in batches:
         again.zero_grad()
@@ -293,10 +292,10 @@ def test_norms_clipping_and_refusals(ranks):
         assert "state_dict_format must be 1 or 2, got 3" in told_[4]
 
 
-def _scaled(rank, capturable, unscales):
+def _scaled(rank, capturable, unscales, overlap):
     params = _params()
     optimizer = DistributedFusedAdam(
-        _groups(params), **ADAM, **SMALL, capturable=capturable, device="cpu"
+        _groups(params), **ADAM, **SMALL, capturable=capturable, overlap_grad_sync=overlap
     )
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     scaler.scale(torch.zeros(()))
@@ -318,10 +317,11 @@ def _scaled(rank, capturable, unscales):
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("unscales", [False, True])
 @pytest.mark.parametrize("capturable", [False, True])
-def test_loss_scaler_skips_on_all_ranks(two_ranks, capturable, unscales):
-    two_ranks.run(_scaled, capturable, unscales)
+def test_loss_scaler_skips_on_all_ranks(two_ranks, capturable, unscales, overlap):
+    two_ranks.run(_scaled, capturable, unscales, overlap)
 
 
 def _run(rank, make, seeds, state=None, dtype=torch.float32, start=None):

@@ -8,6 +8,7 @@ the buckets.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -93,6 +94,18 @@ class Bucket:
         self.ready.clear()
 
 
+class _Hook:
+    """Hook that hands a parameter with a new gradient to an optimizer, as long as that exists."""
+
+    def __init__(self, optimizer: BucketOptimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)
+
+    def __call__(self, param: torch.Tensor) -> None:
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            optimizer._on_grad(param)
+
+
 class BucketOptimizer(ListOptimizer):
     """Base of optimizers that have a shard of gradients and state on each rank (ZeRO 2).
 
@@ -163,7 +176,7 @@ class BucketOptimizer(ListOptimizer):
         super().add_param_group(param_group)
         for p in self.param_groups[-1]["params"]:
             if p.requires_grad:
-                self._hooks.append(p.register_post_accumulate_grad_hook(self._on_grad))
+                self._hooks.append(p.register_post_accumulate_grad_hook(_Hook(self)))
 
     # What each optimizer defines.
 
@@ -290,9 +303,12 @@ class BucketOptimizer(ListOptimizer):
     def _on_grad(self, param: torch.Tensor) -> None:
         """Takes a gradient that backward has made, and starts the reductions that it completes."""
         overlaps = self._is_syncing and self.overlap_grad_sync
-        if not param.numel() or not (overlaps or self._copies_greedily):
+        if not (overlaps or self._copies_greedily):
             return
         self._live([param])
+        if not param.numel():
+            param.grad = None
+            return
         self.init_params()
         self._take_grad(param)
         if not overlaps:
@@ -482,10 +498,14 @@ class BucketOptimizer(ListOptimizer):
         found = torch.zeros((), dtype=torch.float32, device=self._device())
         if shards:
             found += ~multi_tensor.amax(shards).isfinite().all()
+        return {self._device(): self._on_any_rank(found)}
+
+    def _on_any_rank(self, found: torch.Tensor) -> torch.Tensor:
+        """Returns the maximum of a flag over ranks, in place."""
         if self.process_group_size > 1:
-            op = distributed.ReduceOp.MAX
-            distributed.all_reduce(found, op=op, group=self.process_group)
-        return {self._device(): found}
+            maximum = distributed.ReduceOp.MAX
+            distributed.all_reduce(found, op=maximum, group=self.process_group)
+        return found
 
     # The step.
 
@@ -516,12 +536,19 @@ class BucketOptimizer(ListOptimizer):
         return False
 
     def _ask(self, scaler: Any) -> torch.Tensor:
-        """Unscales gradients for a GradScaler unless that is done; returns its flag."""
+        """Unscales gradients for a GradScaler unless it did; returns whether to skip the step.
+
+        ``GradScaler.unscale_`` sees only gradients that are not in buckets, those of this rank.
+        """
         state = scaler._per_optimizer_states[id(self)]
-        if not state["found_inf_per_device"]:
+        flags = state["found_inf_per_device"]
+        if not flags:
             inv_scale = scaler._get_scale_async().double().reciprocal().float()
-            state["found_inf_per_device"] = self.unscale_grads(inv_scale)
-        return sum(flag.to(self._device()) for flag in state["found_inf_per_device"].values())
+            flags = self.unscale_grads(inv_scale)
+        else:
+            flags = {device: self._on_any_rank(flag) for device, flag in flags.items()}
+        state["found_inf_per_device"] = flags
+        return torch.stack([flag.to(self._device()).reshape(()) for flag in flags.values()]).sum()
 
     def _count(self, group: dict[str, Any], found_inf: torch.Tensor | None) -> None:
         """Adds 1 to a group's step count."""

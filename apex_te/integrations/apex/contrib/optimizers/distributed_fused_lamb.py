@@ -111,8 +111,9 @@ class DistributedFusedLAMB(BucketOptimizer):
         )
 
     def set_is_accumulation_step(self, is_accumulation_step: bool) -> None:
-        """Makes backward leave gradients on this rank (True), or reduce them (False)."""
+        """Makes backward add up gradients on this rank (True), or reduce them (False)."""
         self._is_syncing = not is_accumulation_step
+        self._copies_greedily = is_accumulation_step
 
     def set_global_scale(self, global_scale: float | torch.Tensor) -> None:
         """Sets the loss scale that gradients have; the step divides by it."""
