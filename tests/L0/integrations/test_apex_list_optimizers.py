@@ -8,6 +8,7 @@ import torch
 from checks import assert_as_good_as_torch
 
 from apex_te.integrations.apex import optimizers
+from apex_te.integrations.apex.contrib import optimizers as contrib
 from apex_te.ops import multi_tensor_optim as op
 from apex_te.optimizers import FusedLAMB
 
@@ -252,3 +253,100 @@ def test_mixed_precision_lamb_and_a_scaler(device, passed):
             each.step()
     for p, q in zip(params, others, strict=True):
         torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+
+
+def _contrib_adam(p, g, m, v, step, inside):
+    m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g
+    root = (v + 1e-4).sqrt() if inside else v.sqrt() + 1e-4
+    size = 0.01 * math.sqrt(1 - 0.95**step) / (1 - 0.9**step)
+    return p - size * (m / root + 0.1 * p), m, v
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("max_norm", [0.0, 1.0])
+def test_fp16_optimizer_with_contrib_adam(device, inside, max_norm):
+    """float32 weights follow the formula; the model's are their rounded values."""
+    params = _params(device, torch.float16)
+    weights = [p.detach().double().cpu() for p in params]
+    state = [[torch.zeros_like(w), torch.zeros_like(w)] for w in weights]
+    inner = contrib.FusedAdam(
+        params, lr=0.01, betas=(0.9, 0.95), eps=1e-4, weight_decay=0.1, eps_inside_sqrt=inside,
+        max_grad_norm=max_norm,
+    )  # fmt: skip
+    optimizer = contrib.FP16_Optimizer(inner, dynamic_loss_scale=True, verbose=False)
+    steps = 0
+    for i in range(5):
+        optimizer.zero_grad()
+        torch.manual_seed(i)
+        factors = [torch.randn(p.shape).to(p) / 128 for p in params]
+        loss = sum((p.float() * c.float()).sum() for p, c in zip(params, factors, strict=True))
+        optimizer.backward(loss * 2**30 if i == 2 else loss)
+        optimizer.step()
+        if i == 2:
+            assert optimizer.cur_scale == 2.0**15
+            continue
+        steps += 1
+        grads = [c.double().cpu() for c in factors]
+        norm = torch.linalg.vector_norm(torch.cat([g.flatten() for g in grads])).item()
+        clip = max(1.0, norm / max_norm) if max_norm else 1.0
+        for k, g in enumerate(grads):
+            weights[k], *state[k] = _contrib_adam(weights[k], g / clip, *state[k], steps, inside)
+    for p, master, w in zip(params, optimizer.fp32_groups[0], weights, strict=True):
+        torch.testing.assert_close(master.detach().cpu().double(), w, rtol=1e-5, atol=1e-5)
+        assert torch.equal(master.half(), p)
+    others = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    again = contrib.FP16_Optimizer(contrib.FusedAdam(others, lr=0.5), verbose=False)
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    again.optimizer.eps_mode = inner.eps_mode
+    for tensors, each in ((params, optimizer), (others, again)):
+        _set_grads(tensors, 9)
+        each.step()
+    assert all(torch.equal(a, b) for a, b in zip(params, others, strict=True))
+    with pytest.raises(NotImplementedError, match="dynamic_loss_args must be None"):
+        contrib.FP16_Optimizer(inner, dynamic_loss_args={})
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_fp16_optimizer_with_contrib_sgd(device, nesterov):
+    params, others = _params(device, torch.float16), _params(device)
+    for p, q in zip(params, others, strict=True):
+        q.data.copy_(p)
+    options = {"lr": 0.1, "momentum": 0.9, "nesterov": nesterov, "weight_decay": 0.1}
+    optimizer = contrib.FP16_Optimizer(contrib.FusedSGD(params, **options), static_loss_scale=64.0)
+    plain = torch.optim.SGD(others, **options)
+    for i in range(4):
+        _set_grads(params, i)
+        for p, q in zip(params, others, strict=True):
+            q.grad = p.grad.float()
+            p.grad *= 64
+        optimizer.step()
+        plain.step()
+    for p, master, q in zip(params, optimizer.fp32_groups[0], others, strict=True):
+        torch.testing.assert_close(master, q, rtol=1e-5, atol=1e-5)
+        assert torch.equal(master.half(), p)
+
+
+def test_contrib_adam_takes_grads_in_several_ways(device):
+    runs = []
+    for way in ("own", "lists", "list", "generator"):
+        torch.manual_seed(1)
+        params = _params(device)
+        optimizer = contrib.FusedAdam(params, lr=0.1)
+        for i in range(2):
+            _set_grads(params, i)
+            grads = [p.grad for p in params]
+            if way != "own":
+                for p in params:
+                    p.grad = None
+            given = {"own": None, "lists": [grads], "list": grads, "generator": iter_of(grads)}
+            optimizer.step(grads=given[way])
+        runs.append(params)
+    for other in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(runs[0], other, strict=True))
+    with pytest.raises(ValueError, match="grads must have 3 entries, got 2"):
+        optimizer.step(grads=[torch.ones(1)] * 2)
+    assert contrib.FusedLAMB is FusedLAMB
+
+
+def iter_of(grads):
+    return (g for g in grads)
