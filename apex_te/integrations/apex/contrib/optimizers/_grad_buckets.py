@@ -1,8 +1,6 @@
 """Buckets whose gradients are reduced to shards during backward, and whose parameters are gathered.
 
-A bucket is the parameters of one group and dtype, flat, one after the other, with zeros between
-them and at the end, so that ranks have equal shards. Ranks start their collectives in the order of
-the buckets.
+Ranks start their collectives in the order of the buckets.
 """
 
 from __future__ import annotations
@@ -10,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import distributed
@@ -24,74 +22,8 @@ from .....comm.collectives import (
     world_size,
 )
 from .....ops import multi_tensor
-from ...optimizers._lists import ListOptimizer
-
-ALIGNMENT = 8  # elements: parameters and shards begin at multiples of 16 bytes
-
-
-def _padded(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
-
-
-class Fragment(NamedTuple):
-    """This rank's part of a parameter: elements of the flat parameter and of the shard."""
-
-    param: torch.Tensor
-    of_param: slice
-    of_shard: slice
-
-
-class Bucket:
-    """Flat parameters, this rank's shards of what belongs to them, and collectives under way."""
-
-    def __init__(
-        self, group: dict[str, Any], params: list[torch.Tensor], rank: int, ranks: int
-    ) -> None:
-        self.group = group
-        self.params = params
-        self.dtype, self.device = params[0].dtype, params[0].device
-        self.places: dict[torch.Tensor, slice] = {}
-        end = 0
-        for p in params:
-            self.places[p] = slice(end, end + p.numel())
-            end = _padded(end + p.numel(), ALIGNMENT)
-        self.size = _padded(end, ranks * ALIGNMENT)
-        self.shard_size = self.size // ranks
-        first = rank * self.shard_size
-        self.fragments = []
-        for p, place in self.places.items():
-            begin, stop = max(place.start, first), min(place.stop, first + self.shard_size)
-            if begin < stop:
-                of_param = slice(begin - place.start, stop - place.start)
-                self.fragments.append(Fragment(p, of_param, slice(begin - first, stop - first)))
-        self.state: dict[str, torch.Tensor] = {}  # shards by name
-        self.grads: torch.Tensor | None = None  # of this rank alone, flat
-        self.filled: set[torch.Tensor] = set()
-        self.ready: set[torch.Tensor] = set()
-        self.reducing: Pending | None = None
-        self.grad_shard: torch.Tensor | None = None  # the sum over ranks, added up over backwards
-        self.gathering: Pending | None = None
-
-    def pieces(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Returns views of a flat tensor in the shapes of the parameters."""
-        return [flat[place].view(p.shape) for p, place in self.places.items()]
-
-    def shard_of_params(self, dtype: torch.dtype) -> torch.Tensor:
-        """Returns this rank's shard of the parameters, in a new tensor."""
-        shard = torch.zeros(self.shard_size, dtype=dtype, device=self.device)
-        for p, of_param, of_shard in self.fragments:
-            shard[of_shard].copy_(p.detach().reshape(-1)[of_param])
-        return shard
-
-    def drop_grads(self, keeps_buffer: bool) -> None:
-        """Drops gradients; with ``keeps_buffer`` zeroes the buffer of this rank's instead."""
-        self.grad_shard = self.reducing = None
-        if not keeps_buffer:
-            self.grads = None
-        elif self.grads is not None:
-            self.grads.zero_()
-        self.filled.clear()
-        self.ready.clear()
+from ._bucket import Bucket
+from ._saved_shards import ShardSaver
 
 
 class _Hook:
@@ -106,7 +38,7 @@ class _Hook:
             optimizer._on_grad(param)
 
 
-class BucketOptimizer(ListOptimizer):
+class BucketOptimizer(ShardSaver):
     """Base of optimizers that have a shard of gradients and state on each rank (ZeRO 2).
 
     Subclasses define ``_new_state``, the shards of a bucket's state, and ``_update``, which steps
@@ -386,7 +318,7 @@ class BucketOptimizer(ListOptimizer):
         for bucket in self._buckets:
             self._finish(bucket)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Drops the gradients of parameters and buckets."""
         for bucket in list(self._reducing):
             self._finish(bucket)
@@ -595,139 +527,3 @@ class BucketOptimizer(ListOptimizer):
             if bucket.gathering is not None:
                 flat, bucket.gathering = bucket.gathering.wait(), None
                 torch._foreach_copy_(bucket.params, bucket.pieces(flat))
-
-    # State dicts.
-
-    def _whole(self, bucket: Bucket, shard: torch.Tensor) -> list[torch.Tensor]:
-        """Returns a shard's tensors of whole parameters, on the CPU."""
-        flat = shard
-        if self.distributed_size > 1:
-            flat = all_gather_rows(shard, self.distributed_process_group).wait()
-        return [piece.cpu().clone() for piece in bucket.pieces(flat)]
-
-    def _saved_state(self, bucket: Bucket) -> dict[str, torch.Tensor]:
-        """Returns the shards that a state dict of format 2 has, by name."""
-        return bucket.state
-
-    def _load_shards(self, bucket: Bucket, shards: dict[str, torch.Tensor]) -> None:
-        """Loads shards of the names of ``_saved_state``."""
-        for name, shard in shards.items():
-            bucket.state[name].copy_(shard)
-
-    @torch.no_grad()
-    def state_dict(
-        self, *, state_dict_format: int | None = None, gather_on_root: bool | None = None
-    ) -> dict[str, Any]:
-        """Returns the state; every rank must call it.
-
-        Args:
-            state_dict_format: 2 (None): whole tensors of each parameter on the CPU, as of an
-                optimizer on one rank, which any number of ranks can load. 1: shards, for as many
-                ranks as now.
-            gather_on_root: for format 1, give rank 0 the shards of all ranks, so that its state
-                dict alone is enough to save; True by default.
-
-        Returns:
-            The state dict.
-
-        Raises:
-            ValueError: ``state_dict_format`` is neither 1 nor 2.
-        """
-        if state_dict_format not in (None, 1, 2):
-            raise ValueError(
-                f"{type(self).__name__}: state_dict_format must be 1 or 2, got {state_dict_format}"
-            )
-        self.init_params()
-        self.param_sync()
-        packed = super().state_dict()["param_groups"]
-        if state_dict_format == 1:
-            shards = [
-                {name: shard.cpu().clone() for name, shard in bucket.state.items()}
-                for bucket in self._buckets
-            ]
-            result = {"state": shards, "param_groups": packed, "format": 1}
-            if gather_on_root in (None, True) and self.distributed_size > 1:
-                result["gathered_states"] = self._gathered(shards)
-            return result
-        numbers = {
-            p: i for i, p in enumerate(p for group in self.param_groups for p in group["params"])
-        }
-        state: dict[int, dict[str, torch.Tensor]] = {}
-        for bucket in self._buckets:
-            for name, shard in self._saved_state(bucket).items():
-                for p, whole in zip(bucket.params, self._whole(bucket, shard), strict=True):
-                    state.setdefault(numbers[p], {})[name] = whole
-        return {"state": dict(sorted(state.items())), "param_groups": packed, "format": 2}
-
-    def _gathered(self, shards: list[dict[str, torch.Tensor]]) -> list[Any] | None:
-        """Returns the shards of all ranks on the first one, None on others."""
-        group = self.distributed_process_group
-        root = 0 if group is None else distributed.get_global_rank(group, 0)
-        found = [None] * self.distributed_size if self.distributed_rank == 0 else None
-        distributed.gather_object(shards, found, dst=root, group=group)
-        return found
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state dict of either format, or of ``FusedAdam`` on one rank.
-
-        Raises:
-            ValueError: the state dict has other parameters or, in format 1, shards of other sizes.
-        """
-        self.init_params()
-        self.param_sync()
-        saved = state_dict["state"]
-        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
-        for group in self.param_groups:
-            own = [bucket for bucket in self._buckets if set(bucket.params) <= set(group["params"])]
-            for bucket in own:  # torch has made other groups
-                bucket.group = group
-        if state_dict.get("format") == 1:
-            self._load_local(state_dict)
-            return
-        numbers = {
-            p: i for i, p in enumerate(p for group in self.param_groups for p in group["params"])
-        }
-        for bucket in self._buckets:
-            found = {p: saved[numbers[p]] for p in bucket.params if numbers[p] in saved}
-            if not found:
-                continue
-            if len(found) < len(bucket.params):
-                raise ValueError(
-                    f"{type(self).__name__}: state_dict must have the state of all parameters, got "
-                    f"that of {len(found)} of {len(bucket.params)} in a bucket"
-                )
-            shards = {}
-            for name in found[bucket.params[0]].keys() & self._saved_state(bucket).keys():
-                shard = torch.zeros(bucket.shard_size, dtype=torch.float32)
-                for p, of_param, of_shard in bucket.fragments:
-                    shard[of_shard] = found[p][name].reshape(-1)[of_param].float().cpu()
-                shards[name] = shard.to(bucket.device)
-            self._load_shards(bucket, shards)
-            self.param_sync()
-            steps = [state["step"] for state in found.values() if "step" in state]
-            if steps and "step" not in bucket.group:
-                bucket.group["step"] = int(steps[0])
-
-    def _load_local(self, state_dict: dict[str, Any]) -> None:
-        """Loads shards of format 1."""
-        shards = state_dict["state"]
-        gathered = state_dict.get("gathered_states")
-        if gathered is not None:
-            if len(gathered) != self.distributed_size:
-                raise ValueError(
-                    f"{type(self).__name__}: state_dict of format 1 must be of "
-                    f"{self.distributed_size} ranks, got one of {len(gathered)}; save with "
-                    "state_dict_format=2"
-                )
-            shards = gathered[self.distributed_rank]
-        sizes = [bucket.shard_size for bucket in self._buckets]
-        found = [len(next(iter(each.values()))) for each in shards]
-        if found != sizes:
-            raise ValueError(
-                f"{type(self).__name__}: state_dict of format 1 must have shards of {sizes} "
-                f"elements, got {found}; save with state_dict_format=2"
-            )
-        for bucket, own in zip(self._buckets, shards, strict=True):
-            for name, shard in own.items():
-                bucket.state[name].copy_(shard)

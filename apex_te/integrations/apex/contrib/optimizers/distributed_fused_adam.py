@@ -11,7 +11,8 @@ from .....compatibility.apex import distributed_adam_cuda
 from .....ops import multi_tensor
 from .....optimizers._narrow_state import master_of_halves
 from ...optimizers._lists import CHUNK
-from ._grad_buckets import Bucket, BucketOptimizer
+from ._bucket import Bucket
+from ._grad_buckets import BucketOptimizer
 
 
 class DistributedFusedAdam(BucketOptimizer):

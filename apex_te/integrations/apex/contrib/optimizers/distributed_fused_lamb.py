@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from .....ops import multi_tensor, multi_tensor_optim
-from ._grad_buckets import Bucket, BucketOptimizer
+from ._bucket import Bucket
+from ._grad_buckets import BucketOptimizer
 
 
 class DistributedFusedLAMB(BucketOptimizer):
@@ -85,7 +86,7 @@ class DistributedFusedLAMB(BucketOptimizer):
         self.adam_w_mode = 1 if adam_w_mode else 0
         self.use_nvlamb = use_nvlamb
         self._step_supports_amp_scaling = step_supports_amp_scaling
-        self.global_scale = 1.0
+        self.global_scale: float | torch.Tensor = 1.0
         self._indices: dict[int, torch.Tensor] = {}
         super().__init__(
             params,
