@@ -1,9 +1,10 @@
-"""Optimizer steps over lists of tensors: Adam / AdamW, SGD and LAMB, each in a few launches.
+"""Optimizer steps over lists of tensors: Adam, SGD, LAMB, Adagrad, NovoGrad and LARS.
 
-Parameters and gradients are float32, float16 or bfloat16, in any combination; moments and master
-weights are float32. A parameter that has a master weight is not read, only overwritten with the
-updated master weight, rounded. Gradients are only read, unless ``unscale_grads`` asks to unscale
-them in place. A launch takes up to 624 parameters; empty ones may stand anywhere.
+Each takes a few launches. Parameters and gradients are float32, float16 or bfloat16, in any
+combination; moments and master weights are float32, and those of ``adagrad``, ``novograd`` and
+``lars`` may have 16 bits. A parameter that has a master weight is not read, only overwritten with
+the updated master weight, rounded. Gradients are only read, unless ``unscale_grads`` asks to
+unscale them in place. A launch takes up to 624 parameters; empty ones may stand anywhere.
 
 So that a captured graph can be replayed for every step, the values that change between steps may be
 tensors of one element on the device: ``lr``, ``step``, ``inv_scale`` and ``found_inf``. A
@@ -24,8 +25,14 @@ _adam = bind("multi_tensor", "multi_tensor_adam")
 _adam_fp8 = bind("multi_tensor", "multi_tensor_adam_fp8")
 _adam_block = bind("multi_tensor", "multi_tensor_adam_block")
 _kept_scales = bind("multi_tensor", "multi_tensor_kept_scales")
+_adam_halves = bind("multi_tensor", "multi_tensor_adam_halves")
 _sgd = bind("multi_tensor", "multi_tensor_sgd")
 _lamb = bind("multi_tensor", "multi_tensor_lamb")
+_adagrad = bind("multi_tensor", "multi_tensor_adagrad")
+_novograd = bind("multi_tensor", "multi_tensor_novograd")
+_lars = bind("multi_tensor", "multi_tensor_lars")
+_descend = bind("multi_tensor", "multi_tensor_descend")
+_lamb_update = bind("multi_tensor", "multi_tensor_lamb_update")
 
 
 def _number_or_tensor(value: float | torch.Tensor) -> tuple[float, torch.Tensor | None]:
@@ -76,6 +83,7 @@ def adam(
     adamw: bool = True,
     bias_correction: bool = True,
     maximize: bool = False,
+    eps_inside_sqrt: bool = False,
     masters: Tensors | None = None,
     inv_scale: torch.Tensor | None = None,
     found_inf: torch.Tensor | None = None,
@@ -97,7 +105,10 @@ def adam(
         adamw: decay the weights directly (AdamW) instead of adding the decay to the gradient (L2).
         bias_correction: divide the averages by 1 - beta**step.
         maximize: follow the gradient up instead of down.
-        masters: master weights, float32, of params' shapes; None updates ``params`` directly.
+        eps_inside_sqrt: add ``eps`` to the second moment, before its bias correction and root.
+        masters: master weights, float32, of params' shapes; None updates ``params`` directly. For
+            bfloat16 ``params`` they may be int16: the difference of a float32 weight's bits and
+            those of the parameter, which is that weight rounded to nearest, ties away from zero.
         inv_scale: one float32 element, multiplies every gradient: 1 / loss scale.
         found_inf: one float32 or int32 element; a value other than 0 skips the step.
         unscale_grads: also overwrite the gradients with the unscaled gradients, if ``inv_scale``
@@ -112,11 +123,14 @@ def adam(
     masters = [] if masters is None else masters
     rate, rate_tensor = _number_or_tensor(lr)
     count, count_tensor = _number_or_tensor(step)
+    call, weights = _adam, masters
+    if len(masters) and masters[0].dtype is torch.int16:
+        call, weights = _adam_halves, [each.view(torch.bfloat16) for each in masters]
     read = _dense_grads("adam", grads, unscale_grads and inv_scale is not None)
-    _adam(
-        params, read, exp_avgs, exp_avg_sqs, masters, rate, *betas, eps, weight_decay,
-        count, adamw, bias_correction, maximize, rate_tensor, count_tensor, inv_scale, found_inf,
-        unscale_grads,
+    call(
+        params, read, exp_avgs, exp_avg_sqs, weights, rate, *betas, eps, weight_decay, count,
+        adamw, bias_correction, maximize, eps_inside_sqrt, rate_tensor, count_tensor, inv_scale,
+        found_inf, unscale_grads,
     )  # fmt: skip
     _written(params, exp_avgs, exp_avg_sqs, masters)
     if unscale_grads and inv_scale is not None:
@@ -305,6 +319,185 @@ def lamb(
         _wrote_grads(grads, read)
 
 
+@checked
+def adagrad(
+    params: Tensors,
+    grads: Tensors,
+    sums: Tensors,
+    *,
+    lr: float,
+    eps: float = 1e-10,
+    weight_decay: float = 0.0,
+    adagrad_w: bool = False,
+    found_inf: torch.Tensor | None = None,
+) -> None:
+    """Steps Adagrad in place, as ``torch.optim.Adagrad`` does without a decay of the rate.
+
+    Args:
+        params: float32, float16 or bfloat16.
+        grads: of params' shapes; each of any of the three dtypes.
+        sums: sums of squared gradients, of params' shapes; each of any of the three dtypes.
+        lr: learning rate.
+        eps: added to the root of ``sums``.
+        weight_decay: coefficient of weight decay.
+        adagrad_w: decay the weights directly instead of adding the decay to the gradient.
+        found_inf: one float32 or int32 element; a value other than 0 skips the step.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape, device or list length does not match, or an option is out of range.
+    """
+    if not len(params) and not len(grads):
+        return
+    _adagrad(params, dense(grads), sums, lr, eps, weight_decay, adagrad_w, found_inf)
+    _written(params, sums)
+
+
+@checked
+def novograd(
+    params: Tensors,
+    grads: Tensors,
+    exp_avgs: Tensors,
+    norms: torch.Tensor,
+    *,
+    step: int,
+    lr: float,
+    betas: tuple[float, float] = (0.95, 0.98),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    decoupled: bool = True,
+    bias_correction: bool = True,
+    grad_averaging: bool = True,
+    found_inf: torch.Tensor | None = None,
+) -> None:
+    """Steps NovoGrad (arXiv 1905.11286) in place: Adam whose second moment is a tensor's norm.
+
+    Args:
+        params: float32, float16 or bfloat16.
+        grads: of params' shapes; each of any of the three dtypes.
+        exp_avgs: of params' shapes; each of any of the three dtypes.
+        norms: [len(params)] float32, the averaged norm of each gradient, which is only read.
+        step: the number of this update, 1 for the first.
+        lr: learning rate.
+        betas: decay rates of ``exp_avgs`` and of the squared ``norms``, each in [0, 1).
+        eps: added to the norm.
+        weight_decay: coefficient of weight decay.
+        decoupled: divide ``exp_avgs`` by the norm and decay the weights directly, instead of
+            averaging normalised gradients with the decay added.
+        bias_correction: divide ``exp_avgs`` by 1 - beta1**step, norms by sqrt(1 - beta2**step).
+        grad_averaging: the gradient enters exp_avg with weight 1 - betas[0] instead of 1.
+        found_inf: one float32 or int32 element; a value other than 0 skips the step.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape, device or list length does not match, or an option is out of range.
+    """
+    if not len(params) and not len(grads):
+        return
+    _novograd(
+        params, dense(grads), exp_avgs, norms.contiguous(), lr, *betas, eps, weight_decay, step,
+        decoupled, bias_correction, grad_averaging, found_inf,
+    )  # fmt: skip
+    _written(params, exp_avgs)
+
+
+@checked
+def lars(
+    params: Tensors,
+    grads: Tensors,
+    momentums: Tensors,
+    grad_norms: torch.Tensor,
+    param_norms: torch.Tensor,
+    *,
+    lr: float,
+    trust_coefficient: float = 0.001,
+    eps: float = 0.0,
+    weight_decay: float = 0.0,
+    momentum: float = 0.0,
+    nesterov: bool = False,
+    adapt: bool = True,
+    masters: Tensors | None = None,
+    found_inf: torch.Tensor | None = None,
+) -> None:
+    """Steps LARS (arXiv 1708.03888) in place: SGD with a learning rate for each tensor.
+
+    A tensor's learning rate is lr * trust_coefficient * |param| / (|grad| + weight_decay * |param|
+    + eps), and lr if one of these norms is 0. The momentum buffers hold changes of the parameters.
+
+    Args:
+        params: float32, float16 or bfloat16; with ``masters`` only written, not read.
+        grads: of params' shapes; each of any of the three dtypes.
+        momentums: of params' shapes; each of any of the three dtypes.
+        grad_norms: [len(params)] float32, the norm of each gradient.
+        param_norms: [len(params)] float32, the norm of each parameter.
+        lr: learning rate.
+        trust_coefficient: factor of the ratio of the norms.
+        eps: added to the divisor.
+        weight_decay: L2 coefficient.
+        momentum: factor of the momentum buffers.
+        nesterov: use Nesterov momentum.
+        adapt: False uses ``lr`` for all tensors.
+        masters: master weights, float32, of params' shapes; None updates ``params`` directly.
+        found_inf: one float32 or int32 element; a value other than 0 skips the step.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape, device or list length does not match, or an option is out of range.
+    """
+    if not len(params) and not len(grads):
+        return
+    masters = [] if masters is None else masters
+    _lars(
+        params, dense(grads), momentums, masters, grad_norms.contiguous(),
+        param_norms.contiguous(), lr, trust_coefficient, eps, weight_decay, momentum, nesterov,
+        adapt, found_inf,
+    )  # fmt: skip
+    _written(params, momentums, masters)
+
+
+def descend(
+    params: Tensors,
+    updates: Tensors,
+    rates: torch.Tensor,
+    *,
+    masters: Tensors | None = None,
+    found_inf: torch.Tensor | None = None,
+) -> None:
+    """Subtracts ``rates[i]``, float32 [len(params)], times each update from its parameter."""
+    masters = [] if masters is None else masters
+    _descend(params, updates, masters, rates, found_inf)
+    _written(params, masters)
+
+
+def lamb_update(
+    params: Tensors,
+    grads: Tensors,
+    exp_avgs: Tensors,
+    exp_avg_sqs: Tensors,
+    updates: Tensors,
+    *,
+    beta1s: torch.Tensor,
+    beta2s: torch.Tensor,
+    eps: torch.Tensor,
+    weight_decays: torch.Tensor,
+    bias_corrections: torch.Tensor,
+    step: torch.Tensor,
+    factor: torch.Tensor,
+    adamw: bool = True,
+    found_inf: torch.Tensor | None = None,
+) -> None:
+    """Updates LAMB's moments and writes its updates before the trust ratio.
+
+    Options are [len(params)] on the device, float32 but for the int32 ``bias_corrections``;
+    ``step`` is one int32 element, ``factor`` of the gradients one float32 element.
+    """
+    _lamb_update(
+        params, grads, exp_avgs, exp_avg_sqs, updates, beta1s, beta2s, eps, weight_decays,
+        bias_corrections, adamw, step, factor, found_inf,
+    )  # fmt: skip
+    _written(exp_avgs, exp_avg_sqs, updates)
+
+
 def _wide(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
     """Returns copies of tensors, float64 ones in float64, others in float32."""
     return [t.clone() if t.dtype is torch.float64 else t.float().clone() for t in tensors]
@@ -393,3 +586,77 @@ def reference_lamb(
     has_ratio = (weight_decay or nvlamb) and sizes[0] and sizes[1]
     ratio = sizes[0] / sizes[1] if has_ratio else 1.0
     return (p - lr * ratio * update).to(param.dtype), m, v
+
+
+def reference_adagrad(
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    total: torch.Tensor,
+    *,
+    lr: float,
+    eps: float = 1e-10,
+    weight_decay: float = 0.0,
+    adagrad_w: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Computes ``adagrad`` in plain PyTorch; returns new (param, sum of squares)."""
+    p, g, h = _wide(param, grad, total)
+    if not adagrad_w:
+        g = g + weight_decay * p
+    h = h + g * g
+    update = g / (h.sqrt() + eps)
+    if adagrad_w:
+        update = update + weight_decay * p
+    return (p - lr * update).to(param.dtype), h.to(total.dtype)
+
+
+def reference_novograd(
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor,
+    norm: float,
+    *,
+    step: int,
+    lr: float,
+    betas: tuple[float, float] = (0.95, 0.98),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    decoupled: bool = True,
+    bias_correction: bool = True,
+    grad_averaging: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Computes ``novograd`` for one parameter in plain PyTorch; returns new (param, exp_avg)."""
+    p, g, m = _wide(param, grad, exp_avg)
+    correction1, correction2 = (1 - b**step if bias_correction else 1.0 for b in betas)
+    divisor = norm / correction2**0.5 + eps
+    if not decoupled:
+        g = g / divisor + weight_decay * p
+    m = betas[0] * m + (1 - betas[0] if grad_averaging else 1.0) * g
+    update = m / correction1
+    if decoupled:
+        update = update / divisor + weight_decay * p
+    return (p - lr * update).to(param.dtype), m.to(exp_avg.dtype)
+
+
+def reference_lars(
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    buffer: torch.Tensor,
+    grad_norm: float,
+    param_norm: float,
+    *,
+    lr: float,
+    trust_coefficient: float = 0.001,
+    eps: float = 0.0,
+    weight_decay: float = 0.0,
+    momentum: float = 0.0,
+    nesterov: bool = False,
+    adapt: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Computes ``lars`` for one parameter in plain PyTorch; returns new (param, momentum)."""
+    p, g, m = _wide(param, grad, buffer)
+    if adapt and grad_norm > 0 and param_norm > 0:
+        lr = lr * trust_coefficient * param_norm / (grad_norm + param_norm * weight_decay + eps)
+    change = lr * (g + weight_decay * p)
+    m = momentum * m - change
+    p = p + (momentum * m - change if nesterov else m)
+    return p.to(param.dtype), m.to(buffer.dtype)

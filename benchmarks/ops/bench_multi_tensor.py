@@ -93,6 +93,7 @@ def optimizers(count: int, shape: tuple[int, ...]) -> dict[str, tuple[int, Any, 
     wide = [tensor_list(tensors) for tensors in (wide_p, wide_g, wide_m, wide_v)]
     options = {"lr": 1e-3, "weight_decay": 0.1, "masters": tensor_list(masters)}
     plain = {"lr": 1e-3, "weight_decay": 0.1}
+    rest = [torch.zeros_like(t, dtype=torch.int16) for t in p]
     sgd, lamb = (
         partial(optim.sgd, *low[:3], momentum=0.9, **options),
         partial(optim.lamb, *low, step=5, **options),
@@ -102,7 +103,39 @@ def optimizers(count: int, shape: tuple[int, ...]) -> dict[str, tuple[int, Any, 
         "adam fp32": (28, partial(optim.adam, *wide, step=5, **plain), {"fused": fused_adamw}),
         "sgd": (20, sgd, {"fused fp32": fused_sgd}),
         "lamb": (40, lamb, {}),
-    }
+        **of_one_moment(wide_p, wide_g, wide_m),
+        "adam halves": (
+            26, partial(optim.adam, *low, step=5, lr=1e-3, weight_decay=0.1, masters=rest), {},
+        ),
+    }  # fmt: skip
+
+
+def of_one_moment(
+    p: list[torch.Tensor], g: list[torch.Tensor], m: list[torch.Tensor]
+) -> dict[str, tuple[int, Any, dict[str, Any]]]:
+    """Steps of float32 parameters with one moment; LARS and NovoGrad without the norms."""
+    sums = [t.abs() for t in m]
+    counts = [torch.ones((), device="cuda") for _ in p]
+
+    def foreach_adagrad() -> None:
+        torch.optim.adagrad.adagrad(
+            p, g, sums, counts, lr=1e-3, weight_decay=0.1, lr_decay=0.0, eps=1e-10,
+            maximize=False, foreach=True,
+        )  # fmt: skip
+
+    norms = torch.ones(len(p), device="cuda")
+    lists = [tensor_list(tensors) for tensors in (p, g, m)]
+    options = {"lr": 1e-3, "weight_decay": 0.1}
+    return {
+        "adagrad": (
+            20, partial(optim.adagrad, *lists[:2], tensor_list(sums), **options),
+            {"foreach": foreach_adagrad},
+        ),
+        "novograd": (20, partial(optim.novograd, *lists, norms, step=5, **options), {}),
+        "lars": (
+            20, partial(optim.lars, *lists, norms, norms, momentum=0.9, **options), {},
+        ),
+    }  # fmt: skip
 
 
 def casting(count: int, shape: tuple[int, int]) -> dict[str, tuple[int, Any, dict[str, Any]]]:

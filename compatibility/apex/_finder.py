@@ -20,6 +20,8 @@ NAMES = (
     "amp_C",
     "apex_C",
     "bnp",
+    "distributed_adam_cuda",
+    "distributed_lamb_cuda",
     "fast_multihead_attn",
     "focal_loss_cuda",
     "fused_adam_cuda",

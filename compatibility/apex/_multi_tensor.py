@@ -11,7 +11,9 @@ from apex_te.ops import multi_tensor
 from apex_te.optimizers._bucket import dense_order
 
 Tensors = list[torch.Tensor]
-_READ = frozenset(("g", "in", "x", "y", "tensors"))  # names of lists that no function writes
+_READ = frozenset(
+    ("g", "in", "x", "y", "tensors", "read")
+)  # names of lists that no function writes
 _LOW = frozenset((torch.float16, torch.bfloat16))
 
 

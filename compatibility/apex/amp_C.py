@@ -381,7 +381,115 @@ def update_scale_hysteresis(
     return current_scale
 
 
-_NO_STEP = "the suite has no such optimizer step"
-multi_tensor_adagrad = _multi_tensor.not_served("amp_C.multi_tensor_adagrad", _NO_STEP)
-multi_tensor_novograd = _multi_tensor.not_served("amp_C.multi_tensor_novograd", _NO_STEP)
-multi_tensor_lars = _multi_tensor.not_served("amp_C.multi_tensor_lars", _NO_STEP)
+def multi_tensor_adagrad(
+    chunk_size: int,
+    noop_flag: torch.Tensor,
+    tensor_lists: list[Tensors],
+    lr: float,
+    epsilon: float,
+    mode: int,
+    weight_decay: float,
+) -> None:
+    """Steps Adagrad in place, with L2 (mode 0) or decoupled (mode 1) weight decay.
+
+    Lists are g, p and h, the sums of squared gradients. noop_flag is not read.
+
+    Raises:
+        ValueError: another number of lists, or a bad mode or chunk_size.
+    """
+    adagrad_w = take_mode("multi_tensor_adagrad", mode)
+    grads, params, sums = take_lists("multi_tensor_adagrad", chunk_size, tensor_lists, "g p h")
+    multi_tensor_optim.adagrad(
+        params, grads, sums, lr=float(lr), eps=float(epsilon), weight_decay=float(weight_decay),
+        adagrad_w=adagrad_w,
+    )  # fmt: skip
+
+
+def multi_tensor_novograd(
+    chunk_size: int,
+    noop_flag: torch.Tensor,
+    tensor_lists: list[Tensors],
+    grad_norms: torch.Tensor,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    step: int,
+    bias_correction: int,
+    weight_decay: float,
+    grad_averaging: int,
+    mode: int,
+    norm_type: int,
+) -> None:
+    """Steps NovoGrad in place; lists are g, p and m.
+
+    Args:
+        chunk_size: at least 1; has no effect.
+        noop_flag: not read.
+        tensor_lists: [g, p, m].
+        grad_norms: the averaged norm of each gradient, float32 [number of tensors]; written first.
+        grad_averaging: 0 to add gradients to m with weight 1 instead of 1 - beta1.
+        mode: 0 to average normalised gradients with the decay added, 1 to normalise the average.
+        norm_type: 2 for L2 norms, whose squares are averaged, 0 for the largest magnitudes.
+
+    Raises:
+        ValueError: another number of lists, or a bad mode, norm_type or chunk_size.
+    """
+    decoupled = take_mode("multi_tensor_novograd", mode)
+    if norm_type not in (0, 2):
+        raise ValueError(f"multi_tensor_novograd: norm_type must be 0 or 2, got {norm_type!r}")
+    grads, params, m = take_lists("multi_tensor_novograd", chunk_size, tensor_lists, "g p m")
+    if not params:
+        return
+    beta2 = float(beta2)
+    if norm_type == 2:
+        norms = multi_tensor.l2norm(grads, per_tensor=True)[1]
+        squares = grad_norms.square().mul_(beta2).add_(norms.square_(), alpha=1 - beta2)
+        grad_norms.copy_(squares.sqrt_())
+    else:
+        grad_norms.mul_(beta2).add_(multi_tensor.amax(grads), alpha=1 - beta2)
+    multi_tensor_optim.novograd(
+        params, grads, m, grad_norms, step=step, lr=float(lr), betas=(float(beta1), beta2),
+        eps=float(epsilon), weight_decay=float(weight_decay), decoupled=decoupled,
+        bias_correction=bool(bias_correction), grad_averaging=bool(grad_averaging),
+    )  # fmt: skip
+
+
+def multi_tensor_lars(
+    chunk_size: int,
+    noop_flag: torch.Tensor,
+    tensor_lists: list[Tensors],
+    grad_norms: torch.Tensor,
+    param_norms: torch.Tensor,
+    lr: float,
+    trust_coefficient: float,
+    epsilon: float,
+    weight_decay: float,
+    momentum: float,
+    dampening: float,
+    nesterov: bool,
+    first_run: bool,
+    wd_after_momentum: bool,
+    scale: float,
+    is_skipped: bool,
+) -> None:
+    """Steps LARS in place; lists are g, p, m and, if wanted, low-precision copies of p.
+
+    ``grad_norms`` and ``param_norms`` are float32 [number of tensors]. ``is_skipped`` takes ``lr``
+    for all tensors. As in apex, ``dampening``, ``first_run``, ``wd_after_momentum`` and ``scale``
+    have no effect. A noop_flag that is not 0 skips the step.
+
+    Raises:
+        ValueError: another number of lists, or a bad chunk_size.
+    """
+    lists = take_lists(
+        "multi_tensor_lars", chunk_size, tensor_lists, "g p m", "the model's copy of p"
+    )
+    grads, params, m = lists[:3]
+    copies = lists[3] if len(lists) > 3 else None
+    multi_tensor_optim.lars(
+        params if copies is None else copies, grads, m, grad_norms, param_norms, lr=float(lr),
+        trust_coefficient=float(trust_coefficient), eps=float(epsilon),
+        weight_decay=float(weight_decay), momentum=float(momentum), nesterov=bool(nesterov),
+        adapt=not is_skipped, masters=None if copies is None else params, found_inf=noop_flag,
+    )  # fmt: skip

@@ -5,7 +5,9 @@
 // scale:    out = x * factor (* factor_tensor).
 // axpby:    out = a * x + b * y.
 // quantize: out = satcast_rne(x * scale), amax and scale_inv as in cast_transpose.
-// adam, sgd, lamb: one step of the optimizer (multi_tensor_optim.h).
+// adam, lamb: one step of the optimizer (multi_tensor_optim.h); adam_halves: adam whose master
+//   weights are bfloat16 parameters and the rest of their bits, int16 numbers passed as bfloat16.
+// sgd, adagrad, novograd, lars, descend, lamb_update: other steps (multi_tensor_steps.h).
 // adam_fp8, adam_block: adam, and the cast of the parameters to FP8 (multi_tensor_fp8.h).
 // kept_scales: whether FP8 data that are kept have the scales wanted (multi_tensor_fp8.h).
 // All arithmetic is in float32. A launch's table of tensors travels in the kernel's parameters.
@@ -43,8 +45,17 @@ APEX_TE_FUNCTION(multi_tensor_adam,
                  "exp_avgs: f32[params][each n]!!, exp_avg_sqs: f32[params][each n]!!, "
                  "masters: f32[params][each n|0]!!, lr: float, beta1: float, beta2: float, "
                  "eps: float, weight_decay: float, step: int, adamw: bool, bias_correction: bool, "
-                 "maximize: bool, lr_tensor: f32[1]?, step_tensor: f32|i32[1]?, "
-                 "inv_scale: f32[1]?, found_inf: f32|i32[1]?, unscale_grads: bool")
+                 "maximize: bool, eps_inside_sqrt: bool, lr_tensor: f32[1]?, "
+                 "step_tensor: f32|i32[1]?, inv_scale: f32[1]?, found_inf: f32|i32[1]?, "
+                 "unscale_grads: bool")
+APEX_TE_FUNCTION(multi_tensor_adam_halves,
+                 "params: bf16[*x][each n]!!, grads: f32|H[params][each n]!!, "
+                 "exp_avgs: f32[params][each n]!!, exp_avg_sqs: f32[params][each n]!!, "
+                 "remainders: bf16[params][each n]!!, lr: float, beta1: float, beta2: float, "
+                 "eps: float, weight_decay: float, step: int, adamw: bool, bias_correction: bool, "
+                 "maximize: bool, eps_inside_sqrt: bool, lr_tensor: f32[1]?, "
+                 "step_tensor: f32|i32[1]?, inv_scale: f32[1]?, found_inf: f32|i32[1]?, "
+                 "unscale_grads: bool")
 // Extents must be multiples of 16, which no contract says.
 APEX_TE_FUNCTION(
     multi_tensor_adam_fp8,
@@ -83,6 +94,30 @@ APEX_TE_FUNCTION(multi_tensor_lamb,
                  "grad_averaging: bool, nvlamb: bool, max_grad_norm: float, grad_norm: f32[1]?, "
                  "lr_tensor: f32[1]?, step_tensor: f32|i32[1]?, inv_scale: f32[1]?, "
                  "found_inf: f32|i32[1]?, unscale_grads: bool, workspace: f32[z]!")
+APEX_TE_FUNCTION(multi_tensor_adagrad,
+                 "params: f32|H[*x][each n]!!, grads: f32|H[params][each n], "
+                 "sums: f32|H[params][each n]!!, lr: float, eps: float, weight_decay: float, "
+                 "adagrad_w: bool, found_inf: f32|i32[1]?")
+APEX_TE_FUNCTION(multi_tensor_novograd,
+                 "params: f32|H[*x][each n]!!, grads: f32|H[params][each n], "
+                 "exp_avgs: f32|H[params][each n]!!, norms: f32[n], lr: float, beta1: float, "
+                 "beta2: float, eps: float, weight_decay: float, step: int, decoupled: bool, "
+                 "bias_correction: bool, grad_averaging: bool, found_inf: f32|i32[1]?")
+APEX_TE_FUNCTION(multi_tensor_lars,
+                 "params: f32|H[*x][each n]!!, grads: f32|H[params][each n], "
+                 "momentums: f32|H[params][each n]!!, masters: f32[params][each n|0]!!, "
+                 "grad_norms: f32[n], param_norms: f32[n], lr: float, trust_coefficient: float, "
+                 "eps: float, weight_decay: float, momentum: float, nesterov: bool, adapts: bool, "
+                 "found_inf: f32|i32[1]?")
+APEX_TE_FUNCTION(multi_tensor_descend,
+                 "params: f32|H[*x][each n]!!, updates: f32|H[params][each n], "
+                 "masters: f32[params][each n|0]!!, rates: f32[n], found_inf: f32|i32[1]?")
+APEX_TE_FUNCTION(multi_tensor_lamb_update,
+                 "params: f32|H[*x][each n], grads: f32|H[params][each n], "
+                 "exp_avgs: f32|H[params][each n]!!, exp_avg_sqs: f32|H[params][each n]!!, "
+                 "updates: f32|H[params][each n]!, beta1s: f32[n], beta2s: f32[n], eps: f32[n], "
+                 "weight_decays: f32[n], bias_corrections: i32[n], adamw: bool, step: i32[1], "
+                 "factor: f32[1], found_inf: f32|i32[1]?")
 
 namespace apex_te {
 

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <cmath>
+#include <utility>
 
 #include "common/numerics/scaling.h"
 #include "multi_tensor/multi_tensor.h"
@@ -28,6 +29,7 @@ struct DeviceScalars {
 
 struct Moments {
   float beta1, beta2, one_minus_beta1, one_minus_beta2, eps, weight_decay;
+  float eps_inside;  // added below the root; one of both is 0
   double log_beta1, log_beta2, lr;
   int64_t step;
   bool adamw, bias_correction, maximize;
@@ -92,7 +94,8 @@ APEX_TE_HD void update_moments(const Moments& c, float weight_of_grad, float g, 
   *v = c.beta2 * *v + c.one_minus_beta2 * g * g;
 }
 APEX_TE_HD float direction(const Moments& c, const StepScalars& s, float m, float v) {
-  return m * s.inv_bias_correction1 / (sqrtf(v) * s.inv_sqrt_bias_correction2 + c.eps);
+  const float root = sqrtf(v + c.eps_inside) * s.inv_sqrt_bias_correction2;
+  return m * s.inv_bias_correction1 / (root + c.eps);
 }
 
 APEX_TE_HD void adam_element(const Moments& c, const StepScalars& s, float g, float* p, float* m,
@@ -113,29 +116,6 @@ struct Adam {
   DeviceScalars device;
 };
 
-struct Sgd {
-  const Rows* rows;
-  float lr, momentum, one_minus_dampening, weight_decay;
-  bool with_momentum, nesterov, first_step, maximize;
-  DeviceScalars device;
-};
-
-APEX_TE_HD float sgd_lr(const Sgd& c) { return c.device.lr ? *c.device.lr : c.lr; }
-APEX_TE_HD float sgd_inv_scale(const Sgd& c) {
-  const float inv_scale = c.device.inv_scale ? *c.device.inv_scale : 1.0f;
-  return c.maximize ? -inv_scale : inv_scale;
-}
-// Products and sums are rounded where the compiler of PyTorch's fused step rounds them, once for
-// both: where little is left of a difference, the parameter's last digits depend on it.
-APEX_TE_HD void sgd_element(const Sgd& c, float lr, float inv_scale, float g, float* p, float* m) {
-  g = fmaf(c.weight_decay, *p, g * inv_scale);
-  if (c.with_momentum) {
-    *m = c.first_step ? g : fmaf(c.one_minus_dampening, g, c.momentum * *m);
-    g = c.nesterov ? fmaf(c.momentum, *m, g) : *m;
-  }
-  *p = fmaf(-lr, g, *p);
-}
-
 struct Lamb {
   const Rows* rows;
   Moments moments;
@@ -151,15 +131,16 @@ APEX_TE_STEP_HD float lamb_grad_factor(const Lamb& c, const StepScalars& s) {
   const float norm = *c.device.grad_norm * fabsf(s.inv_scale);
   return norm > c.max_grad_norm ? s.inv_scale * (c.max_grad_norm / norm) : s.inv_scale;
 }
-APEX_TE_HD void lamb_moments(const Lamb& c, float factor, float g, float p, float* m, float* v) {
+APEX_TE_HD void lamb_moments(const Moments& c, float weight_of_grad, float factor, float g, float p,
+                             float* m, float* v) {
   g *= factor;
-  if (!c.moments.adamw) g += c.moments.weight_decay * p;
-  update_moments(c.moments, c.weight_of_grad, g, m, v);
+  if (!c.adamw) g += c.weight_decay * p;
+  update_moments(c, weight_of_grad, g, m, v);
 }
 // From the moments alone, so that the second phase can compute it again instead of storing it.
-APEX_TE_HD float lamb_update(const Lamb& c, const StepScalars& s, float p, float m, float v) {
-  const float u = direction(c.moments, s, m, v);
-  return c.moments.adamw ? u + c.moments.weight_decay * p : u;
+APEX_TE_HD float lamb_update(const Moments& c, const StepScalars& s, float p, float m, float v) {
+  const float u = direction(c, s, m, v);
+  return c.adamw ? u + c.weight_decay * p : u;
 }
 APEX_TE_STEP_HD float trust_ratio(const Lamb& c, double param_squares, double update_squares) {
   const float p = static_cast<float>(sqrt(param_squares));
@@ -167,12 +148,17 @@ APEX_TE_STEP_HD float trust_ratio(const Lamb& c, double param_squares, double up
   return c.with_ratio && p != 0.0f && u != 0.0f ? p / u : 1.0f;
 }
 
+// Whether a step's lists are rows of the same numbers: empty ones, too, because other arguments
+// have a value for each. Its moments may have 16 bits.
+enum class Numbered { kNo, kYes };
+
 // Fills rows from the five lists; a list that may be empty leaves its column null. Rows without an
 // element are left out: there is nothing to update. Calls note(i, row) for each row, of the lists'
 // entries i.
 template <typename Note>
 Rows& fill_optimizer_rows(const Args& args, const List* lists, const int* columns, int count,
-                          int num_required, const Note& note) {
+                          int num_required, const Note& note, Numbered numbered = Numbered::kNo) {
+  const bool keeps_all = numbered == Numbered::kYes;
   const List& params = lists[0];
   for (int k = 1; k < count; ++k)
     if (k < num_required || lists[k].count) lists[k].check_count(args, params.count, "params");
@@ -181,16 +167,19 @@ Rows& fill_optimizer_rows(const Args& args, const List* lists, const int* column
   for (int i = 0; i < params.count; ++i) {
     Row& row = rows[used];
     for (int k = 0; k < count; ++k)
-      if (lists[k].count) add_column(args, row, columns[k], lists[k], i, params, columns[k] >= 2);
+      if (lists[k].count)
+        add_column(args, row, columns[k], lists[k], i, params,
+                   columns[k] == kMaster || (columns[k] >= 2 && !keeps_all));
     note(i, row);
-    used += row.numel != 0;
+    used += keeps_all || row.numel != 0;
   }
   rows.resize(used);
   return rows;
 }
 inline Rows& fill_optimizer_rows(const Args& args, const List* lists, const int* columns, int count,
-                                 int num_required) {
-  return fill_optimizer_rows(args, lists, columns, count, num_required, [](int, const Row&) {});
+                                 int num_required, Numbered numbered = Numbered::kNo) {
+  return fill_optimizer_rows(
+      args, lists, columns, count, num_required, [](int, const Row&) {}, numbered);
 }
 
 inline double take_beta(Args& args, const char* name) {
@@ -240,11 +229,14 @@ inline void take_step_tensor(Args& args, const Moments& m, DeviceScalars* d) {
 }
 
 // The options of adam, which follow its lists.
-inline Adam take_adam(Args& args, const Rows& rows, bool may_maximize) {
+inline Adam take_adam(Args& args, const Rows& rows, bool has_all_options) {
   Adam p{};
   p.rows = &rows;
   p.moments = take_moments(args);
-  p.moments.maximize = may_maximize && args.boolean();
+  if (has_all_options) {
+    p.moments.maximize = args.boolean();
+    if (args.boolean()) std::swap(p.moments.eps, p.moments.eps_inside);
+  }
   p.device.lr = take_scalar(args);
   take_step_tensor(args, p.moments, &p.device);
   take_scaling(args, &p.device);
@@ -256,23 +248,29 @@ inline Adam check_adam(Args& args) {
   return take_adam(args, fill_optimizer_rows(args, lists, kColumns, 5, 4), true);
 }
 
-inline Sgd check_sgd(Args& args) {
-  const List lists[] = {List(args), List(args), List(args), List(args)};
-  constexpr int kColumns[] = {kParam, kGrad, kExpAvg, kMaster};
-  Sgd p{};
-  p.rows = &fill_optimizer_rows(args, lists, kColumns, 4, 2);
-  p.lr = static_cast<float>(args.floating());
-  p.momentum = static_cast<float>(args.floating());
-  p.one_minus_dampening = 1.0f - static_cast<float>(args.floating());
-  p.weight_decay = static_cast<float>(args.floating());
-  p.nesterov = args.boolean();
-  p.first_step = args.boolean();
-  p.maximize = args.boolean();
-  p.with_momentum = p.momentum != 0.0f;
-  if (p.with_momentum) lists[2].check_count(args, lists[0].count, "params");
-  p.device.lr = take_scalar(args);
-  take_scaling(args, &p.device);
-  return p;
+// A float32 number in two halves: the bfloat16 nearest to it, ties away from zero, and the signed
+// rest of its bits, which comes as a bfloat16, too.
+struct Halves {
+  uint32_t high, low;  // 16 bits each
+};
+APEX_TE_HD float join_halves(float high, uint32_t low) {
+  return bits_float(float_bits(high) + (low ^ 0x8000u) - 0x8000u);
+}
+APEX_TE_HD Halves split_halves(float value) {
+  const uint32_t bits = float_bits(value);
+  if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return {0x7FC0u, 0u};
+  return {(bits + 0x8000u) >> 16, bits & 0xFFFFu};
+}
+inline Adam check_adam_halves(Args& args) {
+  const List lists[] = {List(args), List(args), List(args), List(args), List(args)};
+  constexpr int kColumns[] = {kParam, kGrad, kExpAvg, kExpAvgSq};
+  for (const int k : {0, 4})
+    for (int i = 0; i < lists[k].count; ++i) lists[k].item(args, i).has_dtype({DType::kBFloat16});
+  lists[4].check_count(args, lists[0].count, "params");
+  const Rows& rows = fill_optimizer_rows(args, lists, kColumns, 4, 4, [&](int i, Row& row) {
+    add_column(args, row, kMaster, lists[4], i, lists[0]);
+  });
+  return take_adam(args, rows, true);
 }
 
 inline Lamb check_lamb(Args& args) {

@@ -4,6 +4,7 @@
 #include "common/numerics/with_dtype.h"
 #include "multi_tensor/multi_tensor_chunks.h"
 #include "multi_tensor/multi_tensor_fp8.h"
+#include "multi_tensor/multi_tensor_steps.h"
 
 namespace apex_te {
 namespace {
@@ -38,6 +39,44 @@ struct OptimBlock {
   }
 };
 
+// A row without its last column, which is not the master weights of parameters.
+APEX_TE_INLINE Row without_master(Row row) {
+  row.data[kMaster] = nullptr;
+  return row;
+}
+
+// Weights are the parameters and, in the last column, the rest of their bits.
+struct AdamHalvesOp {
+  using Result = bool;
+  Moments moments;
+  StepScalars scalars;
+  DeviceScalars device;
+  APEX_TE_INLINE bool chunk(const Row& row, int64_t begin, int64_t n) const {
+    const Moments c = moments;
+    const StepScalars s = scalars;
+    const Row own = without_master(row);
+    uint16_t* high = static_cast<uint16_t*>(row.data[kParam]) + begin;
+    uint16_t* low = static_cast<uint16_t*>(row.data[kMaster]) + begin;
+    for (int64_t i = 0; i < n; i += kRun) {
+      OptimBlock b(own, begin + i, std::min(kRun, n - i));
+      const float* g = b.g;
+      float *p = b.p, *m = b.m, *v = b.v;
+      const int64_t size = b.size;
+      uint16_t *h = high + i, *l = low + i;
+#pragma GCC ivdep
+      for (int64_t k = 0; k < size; ++k) {
+        p[k] = join_halves(p[k], l[k]);
+        adam_element(c, s, g[k], &p[k], &m[k], &v[k]);
+        const Halves halves = split_halves(p[k]);
+        h[k] = static_cast<uint16_t>(halves.high);
+        l[k] = static_cast<uint16_t>(halves.low);
+      }
+      if (device.unscale_grads) b.store_unscaled_grads(*device.inv_scale);
+    }
+    return false;
+  }
+};
+
 struct AdamOp {
   using Result = bool;
   Moments moments;
@@ -60,26 +99,78 @@ struct AdamOp {
   }
 };
 
-struct SgdOp {
+// A moment of any dtype as floats, in place or in a buffer.
+struct MomentBlock {
+  void* data;
+  DType dtype;
+  int64_t begin, size;
+  float values[kRun];
+  float* at;
+  APEX_TE_INLINE MomentBlock(const Row& row, int column, int64_t first, int64_t n)
+      : data(row.data[column]), dtype(row.dtype(column)), begin(first), size(n) {
+    read_values(data, dtype, begin, size, values);
+    at = result_values(data, dtype, begin, values);
+  }
+  APEX_TE_INLINE void store() const { finish_values(data, dtype, begin, size, at); }
+};
+
+// A step of multi_tensor_steps.h.
+template <typename Step>
+struct StepOp {
   using Result = bool;
-  Sgd options;
+  Step step;
+  typename Step::Scalars scalars;
   APEX_TE_INLINE bool chunk(const Row& row, int64_t begin, int64_t n) const {
-    const Sgd c = options;
-    const float lr = sgd_lr(options), inv_scale = sgd_inv_scale(options);
+    const Step c = step;
+    const typename Step::Scalars s = scalars;
     for (int64_t i = 0; i < n; i += kRun) {
       OptimBlock b(row, begin + i, std::min(kRun, n - i));
       const float* g = b.g;
-      float *p = b.p, *m = b.m, unused;
+      float* p = b.p;
       const int64_t size = b.size;
-      if (c.with_momentum) {
+      if (c.has_moment()) {
+        MomentBlock moment(row, kExpAvg, b.begin, size);
+        float* m = moment.at;
 #pragma GCC ivdep
-        for (int64_t k = 0; k < size; ++k) sgd_element(c, lr, inv_scale, g[k], &p[k], &m[k]);
+        for (int64_t k = 0; k < size; ++k) c.element(s, g[k], &p[k], &m[k]);
+        moment.store();
       } else {
+        float unused = 0.0f;
 #pragma GCC ivdep
-        for (int64_t k = 0; k < size; ++k) sgd_element(c, lr, inv_scale, g[k], &p[k], &unused);
+        for (int64_t k = 0; k < size; ++k) c.element(s, g[k], &p[k], &unused);
       }
       b.store_weights();
       if (c.device.unscale_grads) b.store_unscaled_grads(*c.device.inv_scale);
+    }
+    return false;
+  }
+};
+
+struct LambUpdateOp {
+  using Result = bool;
+  Moments moments;
+  StepScalars scalars;
+  APEX_TE_INLINE bool chunk(const Row& row, int64_t begin, int64_t n) const {
+    const Moments c = moments;
+    const StepScalars s = scalars;
+    const Row own = without_master(row);
+    const DType dtype = row.dtype(kUpdate);
+    float buffer[kRun];
+    for (int64_t i = 0; i < n; i += kRun) {
+      OptimBlock b(own, begin + i, std::min(kRun, n - i));
+      MomentBlock first(row, kExpAvg, b.begin, b.size), second(row, kExpAvgSq, b.begin, b.size);
+      const float *g = b.g, *p = b.p;
+      float *m = first.at, *v = second.at;
+      float* u = result_values(row.data[kUpdate], dtype, b.begin, buffer);
+      const int64_t size = b.size;
+#pragma GCC ivdep
+      for (int64_t k = 0; k < size; ++k) {
+        lamb_moments(c, c.one_minus_beta1, s.inv_scale, g[k], p[k], &m[k], &v[k]);
+        u[k] = lamb_update(c, s, p[k], m[k], v[k]);
+      }
+      first.store();
+      second.store();
+      finish_values(row.data[kUpdate], dtype, b.begin, size, u);
     }
     return false;
   }
@@ -106,8 +197,8 @@ struct LambMomentsOp {
       const int64_t size = b.size;
 #pragma GCC ivdep
       for (int64_t k = 0; k < size; ++k) {
-        lamb_moments(c, f, g[k], p[k], &m[k], &v[k]);
-        u[k] = lamb_update(c, s, p[k], m[k], v[k]);
+        lamb_moments(c.moments, c.weight_of_grad, f, g[k], p[k], &m[k], &v[k]);
+        u[k] = lamb_update(c.moments, s, p[k], m[k], v[k]);
       }
       add_squares(p, size, params);
       add_squares(u, size, updates);
@@ -132,7 +223,7 @@ struct LambStepOp {
       float* p = b.p;
       const int64_t size = b.size;
 #pragma GCC ivdep
-      for (int64_t k = 0; k < size; ++k) p[k] -= step * lamb_update(c, s, p[k], m[k], v[k]);
+      for (int64_t k = 0; k < size; ++k) p[k] -= step * lamb_update(c.moments, s, p[k], m[k], v[k]);
       b.store_weights();
     }
     return false;
@@ -145,6 +236,25 @@ void run_step(const Rows& rows, const Op& op) {
   for_chunks(rows, kMultiTensorChunk, [&](size_t row, int64_t, int64_t begin, int64_t n) {
     chunk(op, rows[row], begin, n);
   });
+}
+
+// Runs an operation that op_of(row) makes for each row.
+template <typename OpOf>
+void run_rows(const Rows& rows, const OpOf& op_of) {
+  using Op = decltype(op_of(size_t()));
+  const auto chunk = chunk_function<Op>();
+  std::vector<Op> ops;
+  for (size_t i = 0; i < rows.size(); ++i) ops.push_back(op_of(i));
+  for_chunks(rows, kMultiTensorChunk, [&](size_t row, int64_t, int64_t begin, int64_t n) {
+    chunk(ops[row], rows[row], begin, n);
+  });
+}
+
+template <typename Step>
+void run_tensor_step(const Step& p) {
+  if (p.device.found_inf.is_set()) return;
+  run_rows(*p.rows,
+           [&](size_t row) { return StepOp<Step>{p, p.scalars(static_cast<int64_t>(row))}; });
 }
 
 // Casts a parameter that has been updated, with its scale.
@@ -166,11 +276,31 @@ APEX_TE_DEFINE(multi_tensor_adam) {
   run_step(*p.rows, AdamOp{p.moments, step_scalars(p.moments, p.device), p.device});
 }
 
-APEX_TE_DEFINE(multi_tensor_sgd) {
+APEX_TE_DEFINE(multi_tensor_adam_halves) {
   using namespace apex_te;
-  const Sgd p = check_sgd(args);
+  const Adam p = check_adam_halves(args);
   if (p.device.found_inf.is_set()) return;
-  run_step(*p.rows, SgdOp{p});
+  run_step(*p.rows, AdamHalvesOp{p.moments, step_scalars(p.moments, p.device), p.device});
+}
+
+APEX_TE_DEFINE(multi_tensor_sgd) { apex_te::run_tensor_step(apex_te::check_sgd(args)); }
+
+APEX_TE_DEFINE(multi_tensor_adagrad) { apex_te::run_tensor_step(apex_te::check_adagrad(args)); }
+
+APEX_TE_DEFINE(multi_tensor_novograd) { apex_te::run_tensor_step(apex_te::check_novograd(args)); }
+
+APEX_TE_DEFINE(multi_tensor_lars) { apex_te::run_tensor_step(apex_te::check_lars(args)); }
+
+APEX_TE_DEFINE(multi_tensor_descend) { apex_te::run_tensor_step(apex_te::check_descend(args)); }
+
+APEX_TE_DEFINE(multi_tensor_lamb_update) {
+  using namespace apex_te;
+  const LambUpdate p = check_lamb_update(args);
+  if (p.device.found_inf.is_set()) return;
+  run_rows(*p.rows, [&](size_t row) {
+    const Moments moments = p.moments(static_cast<int64_t>(row));
+    return LambUpdateOp{moments, step_scalars(moments, p.device)};
+  });
 }
 
 APEX_TE_DEFINE(multi_tensor_lamb) {

@@ -84,7 +84,7 @@ def adam(
         name, lr, step, betas, eps, weight_decay, adamw, bias_correction
     )
     arrays |= _scaling(name, inv_scale, found_inf)
-    numbers |= {"maximize": maximize, "unscale_grads": False}
+    numbers |= {"maximize": maximize, "eps_inside_sqrt": False, "unscale_grads": False}
     made = _run(name, lists, arrays, numbers)
     return AdamStep(*(made.get(each, []) for each in AdamStep._fields))
 

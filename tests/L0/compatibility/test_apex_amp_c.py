@@ -282,6 +282,16 @@ CALLS = {
     "adam": (
         amp_C.multi_tensor_adam, "g p m v", (1e-2, 0.9, 0.99, 1e-8, 3, 1, 1, 0.1),
     ),
+    "adagrad": (amp_C.multi_tensor_adagrad, "g p m", (1e-2, 1e-3, 0, 0.1)),
+    "novograd": (
+        amp_C.multi_tensor_novograd, "g p m",
+        (torch.ones(3), 1e-2, 0.9, 0.99, 1e-8, 3, 1, 0.1, 1, 1, 2),
+    ),
+    "lars": (
+        amp_C.multi_tensor_lars, "g p m",
+        (torch.ones(3), torch.ones(3), 0.1, 0.1, 0.0, 0.1, 0.9, 0.0, True, False, False, 1.0,
+         False),
+    ),
     "lamb": (
         amp_C.multi_tensor_lamb, "g p m v",
         (1e-2, 0.9, 0.99, 1e-6, 3, 1, 0.1, 1, 1, torch.ones(1), 1.0, False),
@@ -293,18 +303,18 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_channels_last(device, name, mixed):
     """The same values as of contiguous lists, in tensors that keep their layout."""
-    op, names, arguments = CALLS[name]
-    arguments = [a.to(device) if isinstance(a, torch.Tensor) else a for a in arguments]
+    op, names, _ = CALLS[name]
     after = []
     for layout in ("contiguous", "channels_last"):
         torch.manual_seed(5)
+        arguments = [a.clone().to(device) if hasattr(a, "clone") else a for a in CALLS[name][2]]
         lists = []
         for each in names.split():
             read_only = each in ("in", "x", "y", "g")
             made = _of_images(
                 device, torch.float32, "contiguous" if mixed and read_only else layout
             )
-            lists.append([t.abs_() if each == "v" else t for t in made])
+            lists.append([t.abs_() if each in "vm" else t for t in made])
         strides = [[t.stride() for t in tensors] for tensors in lists]
         versions = [t._version for t in lists[-1]]
         apply(op, flag(device), lists, *arguments)
@@ -341,9 +351,3 @@ def test_bad_arguments_name_themselves(device):
         apply(amp_C.multi_tensor_adam, noop, double, *options)
     with pytest.raises(ValueError, match=r"multi_tensor_sgd.*3 lists .* or 4 with"):
         apply(amp_C.multi_tensor_sgd, noop, lists[:2], *SGD[0])
-
-
-@pytest.mark.parametrize("name", ["adagrad", "novograd", "lars"])
-def test_not_served_says_so(name):
-    with pytest.raises(NotImplementedError, match=rf"amp_C.multi_tensor_{name}: not served .*docs"):
-        getattr(amp_C, f"multi_tensor_{name}")(CHUNK, None, [], 0.1)

@@ -148,12 +148,13 @@ def test_lamb_stages(device, update_dtype, norm_device):
 
 
 def contrib_adam(p, m, v, g, lr, b1, b2, eps, scale, step, mode, correction, decay):
-    """(p, m, v) after apex's contrib FusedAdam, epsilon outside the root."""
+    """(p, m, v) after apex's contrib FusedAdam, epsilon inside the root in mode 0."""
     size = lr * math.sqrt(1 - b2**step) / (1 - b1**step) if correction else lr
     g = g / scale
     m = b1 * m + (1 - b1) * g
     v = b2 * v + (1 - b2) * g * g
-    return p - size * (m / (v.sqrt() + eps) + decay * p), m, v
+    root = v.sqrt() + eps if mode else (v + eps).sqrt()
+    return p - size * (m / root + decay * p), m, v
 
 
 # lr, beta1, beta2, eps, grad_scale, step, mode, bias_correction, decay
@@ -161,6 +162,8 @@ CONTRIB = [
     (1e-2, 0.9, 0.999, 1e-8, 1.0, 1, 1, 1, 0.0),
     (1e-2, 0.9, 0.95, 1e-3, 128.0, 6, 1, 1, 0.1),
     (1e-2, 0.9, 0.999, 1e-8, 16.0, 3, 1, 0, 0.1),
+    (1e-2, 0.9, 0.95, 1e-3, 128.0, 6, 0, 1, 0.1),
+    (1e-2, 0.9, 0.999, 1e-8, 16.0, 3, 0, 0, 0.1),
 ]
 
 
@@ -191,12 +194,9 @@ def test_contrib_adam_refuses(device):
     options = list(CONTRIB[0])
     with pytest.raises(ValueError, match="m must have 4 elements, got 3"):
         fused_adam_cuda.adam(p, p[:0], m[:3], v, g, *options)
-    options[6] = 0
-    with pytest.raises(NotImplementedError, match="mode 0, epsilon inside the square root"):
+    options[6] = 2
+    with pytest.raises(ValueError, match="mode must be 0 or 1, got 2"):
         fused_adam_cuda.adam(p, p[:0], m, v, g, *options)
-    for name in ("reversible_adam", "maybe_adam_undo", "maybe_cast", "strided_check_finite"):
-        with pytest.raises(NotImplementedError, match=f"fused_adam_cuda.{name}: not served"):
-            getattr(fused_adam_cuda, name)(flag(device), p)
 
 
 def hysteresis_rule(scale, growth, left, found, grow, backoff, interval, hysteresis):

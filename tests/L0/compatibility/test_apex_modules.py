@@ -27,6 +27,9 @@ apex_C: flatten unflatten
 bnp: bn_addrelu_bwd_nhwc bn_addrelu_bwd_nhwc_occupancy bn_addrelu_fwd_eval_nhwc bn_addrelu_fwd_nhwc
   bn_addrelu_fwd_nhwc_occupancy bn_bwd_nhwc bn_bwd_nhwc_occupancy bn_fwd_eval_nhwc bn_fwd_nhwc
   bn_fwd_nhwc_occupancy close_remote_data get_buffer_size get_data_ptr get_remote_data_ptr
+distributed_adam_cuda: multi_tensor_fused_adam multi_tensor_fused_adam_capturable
+  multi_tensor_fused_adam_with_param_remainders
+distributed_lamb_cuda: multi_tensor_lamb_compute_update_term multi_tensor_lamb_update_weights
 fast_multihead_attn: additive_mask_softmax_dropout_backward additive_mask_softmax_dropout_forward
   encdec_multihead_attn_backward encdec_multihead_attn_forward
   encdec_multihead_attn_norm_add_backward encdec_multihead_attn_norm_add_forward
@@ -69,7 +72,7 @@ xentropy_cuda: backward forward
 _LINES = [line.split(":") for line in SERVED.strip().replace("\n  ", " ").splitlines()]
 EXPORTS = {name: set(functions.split()) for name, functions in _LINES}
 _OTHERS = """
-distributed_adam_cuda distributed_lamb_cuda
+
 """
 NOT_SERVED = _OTHERS.split()
 

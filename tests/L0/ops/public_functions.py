@@ -70,6 +70,8 @@ OTHERS = {
     "multi_tensor.workspace",
     "multi_tensor_optim.adam_with_casts",
     "multi_tensor_optim.check_kept_scales",
+    "multi_tensor_optim.descend",
+    "multi_tensor_optim.lamb_update",
     "peer_exchange.await_rank",
     "peer_exchange.join",
     "peer_exchange.send",
@@ -290,6 +292,11 @@ def optimizer_case(rows: int, cols: int, **more: Any) -> dict[str, Any]:
         "params": params, "grads": grads, **more, "lr": 0.1, "masters": masters,
         "inv_scale": one(), "found_inf": torch.zeros(1),
     }  # fmt: skip
+
+
+def pair_case(rows: int, cols: int) -> dict[str, Any]:
+    return {"params": floats(rows, cols), "grads": floats(rows, cols), "lr": 0.1,
+            "found_inf": torch.zeros(1)}  # fmt: skip
 
 
 def adam_case(rows: int, cols: int) -> dict[str, Any]:
@@ -671,8 +678,20 @@ def make_case(name: str, rows: int = 32, cols: int = 64) -> Case:
         "multi_tensor_optim.adam": lambda: Case(
             adam_case(*shape), ("params", "exp_avgs", "exp_avg_sqs", "masters")
         ),
+        "multi_tensor_optim.adagrad": lambda: Case(
+            {**pair_case(*shape), "sums": [t.abs() for t in floats(*shape)]}, ("params", "sums")
+        ),
         "multi_tensor_optim.lamb": lambda: Case(
             adam_case(*shape), ("params", "exp_avgs", "exp_avg_sqs", "masters")
+        ),
+        "multi_tensor_optim.lars": lambda: Case(
+            {**pair_case(*shape), "momentums": floats(*shape), "masters": floats(*shape),
+             "grad_norms": torch.rand(2), "param_norms": torch.rand(2), "momentum": 0.9},
+            ("params", "momentums", "masters"),
+        ),
+        "multi_tensor_optim.novograd": lambda: Case(
+            {**pair_case(*shape), "exp_avgs": floats(*shape), "norms": torch.rand(2), "step": 1},
+            ("params", "exp_avgs"),
         ),
         "multi_tensor_optim.sgd": lambda: Case(
             optimizer_case(*shape, momentums=floats(*shape), momentum=0.9),
