@@ -112,7 +112,11 @@ class FusedLAMB(FusedOptimizer):
                 "grad_norm": norms.get(device),
             }
             options = [
-                {**self._options(group, bucket, scalars, *names), "step": bucket.step, **common}
+                {
+                    **self._options(group, bucket, scalars, *names),
+                    "step": self._step_of(group, bucket),
+                    **common,
+                }
                 for group, bucket, _ in items
             ]
             sharded = self._sharded_steps(device, items)
