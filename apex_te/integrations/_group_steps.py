@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -15,7 +15,7 @@ _STEP = "step"
 class GroupSteps(FusedOptimizer):
     """Base that counts steps in ``group["step"]``, also those without gradients."""
 
-    _required_state = ("exp_avg", "exp_avg_sq")
+    _required_state: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
 
     def _counts_steps(self, group: dict[str, Any]) -> bool:
         return False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -42,7 +42,7 @@ class FusedLAMB(FusedOptimizer):
         NotImplementedError: an option is not available.
     """
 
-    _required_state = ("step", "exp_avg", "exp_avg_sq")
+    _required_state: ClassVar[tuple[str, ...]] = ("step", "exp_avg", "exp_avg_sq")
 
     @named_arguments()
     def __init__(

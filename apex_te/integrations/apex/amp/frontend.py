@@ -69,7 +69,7 @@ def initialize(
             loss_scale = level.loss_scale if loss_scale is None else loss_scale
         if patch_torch_functions is not False:
             cast_model_outputs = cast_model_outputs or torch.float32
-    overrides = {
+    overrides: dict[str, Any] = {
         "cast_model_type": cast_model_type,
         "patch_torch_functions": patch_torch_functions,
         "keep_batchnorm_fp32": keep_batchnorm_fp32,
@@ -142,8 +142,7 @@ class AmpStash:
         }
         groups = []
         for group in self._optimizer.param_groups:
-            pairs = [masters.get(id(p), (p, None)) for p in group["params"]]
-            found = [choose(param, master) for param, master in pairs]
+            found = [choose(*masters.get(id(p), (p, None))) for p in group["params"]]
             groups.append([each for each in found if each is not None])
         return groups
 
@@ -165,17 +164,17 @@ class AmpStash:
     @property
     def all_fp16_params(self) -> list[torch.Tensor]:
         """All 16-bit parameters."""
-        return sum(self.fp16_groups, [])
+        return [p for group in self.fp16_groups for p in group]
 
     @property
     def all_fp32_from_fp16_params(self) -> list[torch.Tensor]:
         """All master weights."""
-        return sum(self.fp32_from_fp16_groups, [])
+        return [p for group in self.fp32_from_fp16_groups for p in group]
 
     @property
     def all_fp32_from_fp32_params(self) -> list[torch.Tensor]:
         """All float32 parameters."""
-        return sum(self.fp32_from_fp32_groups, [])
+        return [p for group in self.fp32_from_fp32_groups for p in group]
 
     all_fp32_params = all_fp32_from_fp32_params
 

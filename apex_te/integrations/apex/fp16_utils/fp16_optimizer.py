@@ -11,7 +11,7 @@ from ....amp._grads import Flags
 from ....optimizers._bucket import has_master, new_master
 from ..amp._amp_state import maybe_print
 from ..amp.scaler import LossScaler
-from .fp16util import clip_grad_norm, master_params_to_model_params
+from .fp16util import clip_grad_norm, master_params_to_model_params, paired_grads
 
 _Groups = list[list[torch.Tensor]]
 
@@ -53,7 +53,9 @@ class FP16_Optimizer:
         self.fp32_from_fp16_groups: _Groups = []
         self.fp32_from_fp32_groups: _Groups = []
         for group in init_optimizer.param_groups:
-            halves, masters, others = [], [], []
+            halves: list[torch.Tensor] = []
+            masters: list[torch.Tensor] = []
+            others: list[torch.Tensor] = []
             for i, param in enumerate(group["params"]):
                 if not (param.requires_grad and has_master(param)):
                     others.append(param)
@@ -116,18 +118,9 @@ class FP16_Optimizer:
     def update_master_grads(self) -> None:
         """Copies the gradients, divided by the loss scale, to those of the master weights."""
         scaler = self.loss_scaler
-        pairs = zip(
-            self._flat(self.fp16_groups), self._flat(self.fp32_from_fp16_groups), strict=True
+        sources, targets = paired_grads(
+            self._flat(self.fp16_groups), self._flat(self.fp32_from_fp16_groups)
         )
-        sources, targets = [], []
-        for param, master in pairs:
-            if param.grad is None:
-                master.grad = None
-                continue
-            if master.grad is None:
-                master.grad = torch.empty_like(master)
-            sources.append(param.grad)
-            targets.append(master.grad)
         for param in self._flat(self.fp32_from_fp32_groups):
             if param.grad is not None:
                 sources.append(param.grad)
@@ -140,7 +133,7 @@ class FP16_Optimizer:
             scaler.update(self._found_inf)
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> Any:
-        """Clips the gradients that the optimizer reads; returns their norm, -1 after an overflow."""
+        """Clips the optimizer's gradients; returns their norm, -1 after an overflow."""
         if self.overflow:
             return -1
         params = [p for group in self.optimizer.param_groups for p in group["params"]]

@@ -124,6 +124,15 @@ def model_grads_to_master_grads(
         flat = _flatten_dense_tensors(grads)
         master.grad = flat.float() if master.grad is None else master.grad.copy_(flat)
         return
+    sources, targets = paired_grads(model_params, master_params)
+    if sources:
+        multi_tensor.scale(sources, targets, 1.0)
+
+
+def paired_grads(
+    model_params: _Tensors, master_params: _Tensors
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Returns the gradients of parameters, and those of their master weights to write them to."""
     sources, targets = [], []
     for param, master in zip(model_params, master_params, strict=True):
         if param.grad is None:
@@ -133,8 +142,7 @@ def model_grads_to_master_grads(
             master.grad = torch.empty_like(master)
         sources.append(param.grad)
         targets.append(master.grad)
-    if sources:
-        multi_tensor.scale(sources, targets, 1.0)
+    return sources, targets
 
 
 @torch.no_grad()

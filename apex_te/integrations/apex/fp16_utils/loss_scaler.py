@@ -65,8 +65,8 @@ class DynamicLossScaler(LossScaler):
         for param in params:
             if param.grad is not None:
                 by_device.setdefault(param.grad.device, []).append(param.grad.detach())
-        maxima = [multi_tensor.l2norm(grads) for grads in by_device.values()]
-        return not all(bool(norm.isfinite()) for norm in maxima)
+        norms: list[Any] = [multi_tensor.l2norm(grads) for grads in by_device.values()]
+        return not all(bool(norm.isfinite()) for norm in norms)
 
     def update_scale(self, overflow: bool) -> None:
         """Updates the scale after a step, or after one that is skipped for an overflow."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -68,7 +69,7 @@ class MLP(torch.nn.Module):
         self.num_layers = len(self.mlp_sizes) - 1
         self.bias = int(bool(bias))
         self.activation = _ACTIVATIONS[activation]
-        for i, (inner, outer) in enumerate(zip(mlp_sizes, mlp_sizes[1:], strict=False)):
+        for i, (inner, outer) in enumerate(itertools.pairwise(mlp_sizes)):
             self.register_parameter(f"weight_{i}", torch.nn.Parameter(torch.empty(outer, inner)))
             if self.bias:
                 self.register_parameter(f"bias_{i}", torch.nn.Parameter(torch.empty(outer)))

@@ -204,6 +204,8 @@ class FusedRMSNorm(torch.nn.Module):
         memory_efficient: save the output instead of the input.
     """
 
+    weight: Any  # a parameter, or None without elementwise_affine
+
     def __init__(
         self,
         normalized_shape: Shape,
@@ -222,7 +224,7 @@ class FusedRMSNorm(torch.nn.Module):
 
     def reset_parameters(self) -> None:
         """Sets the weight to ones."""
-        if self.elementwise_affine:
+        if self.weight is not None:
             torch.nn.init.ones_(self.weight)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -248,6 +250,8 @@ class FusedLayerNorm(FusedRMSNorm):
         elementwise_affine: False has no weight and bias.
         memory_efficient: save the output instead of the input.
     """
+
+    bias: Any  # a parameter, or None without elementwise_affine
 
     def __init__(
         self,

@@ -9,7 +9,8 @@ _MATMULS = ["addmm", "addmv", "addr", "matmul", "mm", "mv", "bmm", "addbmm", "ba
 FP16_FUNCS = ["__matmul__", *_MATMULS]
 BFLOAT16_FUNCS = list(FP16_FUNCS)
 FP32_FUNCS = [
-    "__ipow__", "__pow__", "__rpow__", *(n for n in torch_overrides.FP32_FUNCS if n[-7:] != "softmax"),
+    "__ipow__", "__pow__", "__rpow__",
+    *(name for name in torch_overrides.FP32_FUNCS if not name.endswith("softmax")),
 ]  # fmt: skip
 CASTS = [
     "__add__", "__div__", "__eq__", "__ge__", "__gt__", "__iadd__", "__idiv__", "__imul__",
