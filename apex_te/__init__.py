@@ -23,7 +23,7 @@ _find_former_names()
 
 if _typing.TYPE_CHECKING:
     from . import amp as amp
-    from . import compatibility as compatibility  # type: ignore[attr-defined]
+    from . import compatibility as compatibility
     from . import distributed as distributed
     from . import integrations as integrations
     from . import nvtx as nvtx
