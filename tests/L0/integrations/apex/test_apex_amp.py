@@ -113,7 +113,8 @@ def test_update_scale_by_hand(kind, found, device):
     assert scaler.loss_scale() == 2.0 ** (15 if found else 16)
     assert "found_inf" not in vars(optimizer)
     for param in optimizer._amp_stash.all_fp32_from_fp16_params:
-        assert (param.grad is not None) and (bool(param.grad.isfinite().all()) is not had)
+        assert param.grad is not None
+        assert bool(param.grad.isfinite().all()) is not had
         param.grad = None
     model.zero_grad()
     backward(model, optimizer, batch(device, 1))
@@ -274,13 +275,16 @@ def test_lists_models_and_wrapped_optimizers(device):
     made, optimizers = amp.initialize(
         models, [larc], opt_level="O2", num_losses=2, loss_scale="128.0", verbosity=0
     )
-    assert isinstance(made, list) and optimizers[0] is larc
+    assert isinstance(made, list)
+    assert optimizers[0] is larc
     assert [s.loss_scale() for s in _amp_state.loss_scalers] == [128.0, 128.0]
     backward(made[1], larc, batch(device, 0), loss_id=1)
     assert sum(m.grad is not None for m in amp.master_params(larc)) == 2
     made, none = amp.initialize(models, [], enabled=False)
-    assert made == models and none == []
-    assert _amp_state.loss_scalers == [] and not _amp_state.opt_properties.enabled
+    assert made == models
+    assert none == []
+    assert _amp_state.loss_scalers == []
+    assert not _amp_state.opt_properties.enabled
     assert amp.initialize(models[0], enabled=False) is models[0]
 
 
@@ -302,7 +306,8 @@ def test_lists_name_functions_that_exist():
         names += [name for name, _ in getattr(module, "BANNED_FUNCS", [])]
         names += [*getattr(module, "SEQUENCE_CASTS", [])]
         names += [n for n in getattr(module, "CASTS", []) if "div__" not in n]  # of Python 2
-        assert names and all(hasattr(module.MODULE, name) for name in names)
+        assert names
+        assert all(hasattr(module.MODULE, name) for name in names)
     assert lists.torch_overrides is torch_overrides
 
 

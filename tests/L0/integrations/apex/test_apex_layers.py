@@ -19,7 +19,7 @@ from apex_te.integrations.apex.fused_dense import (
     dense_no_bias_function,
     fused_dense_function,
 )
-from apex_te.integrations.apex.mlp import MLP
+from apex_te.integrations.apex.mlp import MLP, mlp_function
 from apex_te.integrations.apex.normalization import fused_layer_norm as functions
 
 NORMS = ("FusedLayerNorm", "FusedRMSNorm", "MixedFusedLayerNorm", "MixedFusedRMSNorm")
@@ -89,7 +89,8 @@ def test_norms(name, dtypes, shape, memory_efficient, affine, device):
 def test_norms_state_and_defaults(name, device):
     cls = FastLayerNorm if name == "FastLayerNorm" else getattr(normalization, name)
     norm = cls(6).to(device)
-    assert norm.eps == 1e-5 and norm.normalized_shape == torch.Size([6])
+    assert norm.eps == 1e-5
+    assert norm.normalized_shape == torch.Size([6])
     expected = {"weight"} if "RMS" in name else {"weight", "bias"}
     assert set(norm.state_dict()) == expected
     with torch.no_grad():
@@ -109,11 +110,12 @@ def test_norms_take_float64_and_autocast(device):
     layer = functional.layer_norm(x.double(), (6,), w.double(), b.double(), 1e-6)
     found = functions.fused_layer_norm_affine(x.double(), w.double(), b.double(), 6)
     torch.testing.assert_close(found, layer, rtol=0, atol=0)
+    wide = x.double()
     for function, args, theirs in (
-        (functions.fused_layer_norm, (), functional.layer_norm(x.double(), (6,), eps=1e-6)),
-        (functions.fused_rms_norm, (), functional.rms_norm(x.double(), (6,), eps=1e-6)),
-        (functions.fused_rms_norm_affine, (w,), functional.rms_norm(x.double(), (6,), w.double(), 1e-6)),
-    ):  # fmt: skip
+        (functions.fused_layer_norm, (), functional.layer_norm(wide, (6,), eps=1e-6)),
+        (functions.fused_rms_norm, (), functional.rms_norm(wide, (6,), eps=1e-6)),
+        (functions.fused_rms_norm_affine, (w,), functional.rms_norm(wide, (6,), w.double(), 1e-6)),
+    ):
         assert_same_bits(function(x.double(), *(t.double() for t in args), (6,)), theirs)
         torch.testing.assert_close(function(x, *args, (6,)), theirs.float(), rtol=1e-6, atol=1e-6)
         with torch.autocast(x.device.type, dtype=torch.bfloat16):
@@ -135,7 +137,7 @@ def test_mlp(bias, activation, device):
         return x
 
     def ours(x, *params):
-        return functions_of(mlp)(mlp.bias, mlp.activation, x, *params)
+        return mlp_function(mlp.bias, mlp.activation, x, *params)
 
     x, params = torch.randn(6, 7, device=device), [*mlp.weights, *mlp.biases]
     grad = torch.randn(6, 3, device=device)
@@ -149,12 +151,6 @@ def test_mlp(bias, activation, device):
         assert mlp(x).dtype is torch.bfloat16
     with pytest.raises(TypeError, match="activation must be one of none, relu, sigmoid, got 'tanh"):
         MLP([2, 3], activation="tanh")
-
-
-def functions_of(mlp):
-    from apex_te.integrations.apex.mlp import mlp_function
-
-    return mlp_function
 
 
 @pytest.mark.parametrize("shape", [(6, 8), (2, 3, 8)])
@@ -220,7 +216,8 @@ def test_small_functions(device):
         (multi_tensor_apply.multi_tensor_applier, 256 * 32),
         (multi_tensor_apply.multi_tensor_applier_l2norm, 2048 * 32),
     ):
-        assert applier.available and applier.import_err is None
+        assert applier.available
+        assert applier.import_err is None
         assert applier(lambda *args: calls.append(args), "flag", [[1]], 2.0) is None
         assert calls.pop() == (chunk, "flag", [[1]], 2.0)
     params = [torch.nn.Parameter(torch.zeros(3, device=device)) for _ in range(2)]

@@ -20,67 +20,22 @@ import apex_te
 ROOT = Path(__file__).resolve().parents[4]
 VERSION = f"1.14.0+apexte.{apex_te.__version__}"
 # The modules of ROCm's and NVIDIA's apex that this package has; the rest are other tests'.
-MODULES = [
-    "RNN",
-    "RNN.RNNBackend",
-    "RNN.cells",
-    "RNN.models",
-    "_autocast_utils",
-    "amp",
-    "amp.__version__",
-    "amp._amp_state",
-    "amp._initialize",
-    "amp._process_optimizer",
-    "amp.amp",
-    "amp.compat",
-    "amp.frontend",
-    "amp.handle",
-    "amp.lists",
-    "amp.lists.functional_overrides",
-    "amp.lists.tensor_overrides",
-    "amp.lists.torch_overrides",
-    "amp.opt",
-    "amp.rnn_compat",
-    "amp.scaler",
-    "amp.utils",
-    "amp.wrap",
-    "contrib",
-    "contrib.clip_grad",
-    "contrib.clip_grad.clip_grad",
-    "contrib.cudnn_gbn",
-    "contrib.cudnn_gbn.batch_norm",
-    "contrib.gpu_direct_storage",
-    "contrib.layer_norm",
-    "contrib.layer_norm.layer_norm",
-    "contrib.openfold_triton",
-    "contrib.openfold_triton.fused_adam_swa",
-    "contrib.openfold_triton.layer_norm",
-    "contrib.openfold_triton.mha",
-    "contrib.torchsched",
-    "contrib.torchsched.backend",
-    "contrib.torchsched.config",
-    "contrib.torchsched.inductor",
-    "contrib.torchsched.ops",
-    "contrib.torchsched.passes",
-    "contrib.xentropy",
-    "contrib.xentropy.softmax_xentropy",
-    "fp16_utils",
-    "fp16_utils.fp16_optimizer",
-    "fp16_utils.fp16util",
-    "fp16_utils.loss_scaler",
-    "fused_dense",
-    "fused_dense.fused_dense",
-    "mlp",
-    "mlp.mlp",
-    "multi_tensor_apply",
-    "multi_tensor_apply.multi_tensor_apply",
-    "normalization",
-    "normalization.fused_layer_norm",
-    "optimizers",
-    "optimizers.fused_adam",
-    "optimizers.fused_lamb",
-    "optimizers.fused_sgd",
-]
+_MODULES = """
+RNN RNN.RNNBackend RNN.cells RNN.models _autocast_utils amp amp.__version__ amp._amp_state
+amp._initialize amp._process_optimizer amp.amp amp.compat amp.frontend amp.handle amp.lists
+amp.lists.functional_overrides amp.lists.tensor_overrides amp.lists.torch_overrides amp.opt
+amp.rnn_compat amp.scaler amp.utils amp.wrap contrib contrib.clip_grad contrib.clip_grad.clip_grad
+contrib.cudnn_gbn contrib.cudnn_gbn.batch_norm contrib.gpu_direct_storage contrib.layer_norm
+contrib.layer_norm.layer_norm contrib.openfold_triton contrib.openfold_triton.fused_adam_swa
+contrib.openfold_triton.layer_norm contrib.openfold_triton.mha contrib.torchsched
+contrib.torchsched.backend contrib.torchsched.config contrib.torchsched.inductor
+contrib.torchsched.ops contrib.torchsched.passes contrib.xentropy
+contrib.xentropy.softmax_xentropy fp16_utils fp16_utils.fp16_optimizer fp16_utils.fp16util
+fp16_utils.loss_scaler fused_dense fused_dense.fused_dense mlp mlp.mlp multi_tensor_apply
+multi_tensor_apply.multi_tensor_apply normalization normalization.fused_layer_norm optimizers
+optimizers.fused_adam optimizers.fused_lamb optimizers.fused_sgd
+"""
+MODULES = _MODULES.split()
 
 
 @pytest.fixture(autouse=True)
