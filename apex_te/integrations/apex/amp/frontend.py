@@ -14,6 +14,7 @@ from .... import amp
 from ....amp._optimizer import OptimizerAmp, amp_of
 from ....amp.levels import LEVELS, choose
 from ....amp.loss import state
+from ....optimizers._base import FusedOptimizer
 from ._amp_state import amp_state, inner_optimizer
 from .handle import AmpHandle, NoOpHandle
 from .scaler import LossScaler
@@ -54,6 +55,7 @@ def initialize(
         ``models``, or ``(models, optimizers)`` if optimizers are given.
 
     Raises:
+        NotImplementedError: a wrapper has a fused optimizer, with master weights.
         TypeError: an argument has a wrong type.
         ValueError: a value is out of range, or arguments exclude each other.
     """
@@ -79,11 +81,14 @@ def initialize(
     }
     many = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
     inner = [] if optimizers is None else [inner_optimizer(optimizer) for optimizer in many]
+    chosen = choose(opt_level, overrides)
+    for optimizer, wrapper in zip(inner, many, strict=False):
+        if enabled and optimizer is not wrapper and isinstance(optimizer, FusedOptimizer):
+            _check_wrapped(wrapper, opt_level, chosen.master_weights)
     prepared, _ = amp.initialize(
         models, inner, enabled, opt_level, num_losses=num_losses, verbosity=verbosity,
         min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale, **overrides,
     )  # fmt: skip
-    chosen = choose(opt_level, overrides)
     if state.scalers:
         state.scalers[:] = [
             LossScaler(
@@ -107,6 +112,16 @@ def initialize(
             kept.drops_grads = True
             _add_stash(optimizer)
     return prepared if optimizers is None else (prepared, optimizers)
+
+
+def _check_wrapped(wrapper: Any, opt_level: str, master_weights: bool | None) -> None:
+    """Raises NotImplementedError if a wrapper would not see gradients, which masters have."""
+    if master_weights:
+        raise NotImplementedError(
+            f"amp.initialize: optimizers must not have {type(wrapper).__name__} around a fused "
+            f"optimizer with opt_level {opt_level}, whose master weights are not in param_groups; "
+            "use an optimizer of torch.optim"
+        )
 
 
 def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -83,6 +83,11 @@ class LossScaler(scaler.LossScaler):
         super().hold(found_inf)
         self._overflow_buf = found_inf.reshape(1).int()
 
+    def update(self, found_inf: torch.Tensor) -> None:
+        """Halves, doubles or keeps a dynamic scale, and keeps the flag in ``_overflow_buf``."""
+        super().update(found_inf)
+        self._overflow_buf = found_inf.reshape(1).int()
+
     def update_scale(self) -> bool:
         """Updates the scale by ``_overflow_buf``; returns True if the step is to be skipped.
 

@@ -119,6 +119,7 @@ def test_update_scale_by_hand(kind, found, device):
     model.zero_grad()
     backward(model, optimizer, batch(device, 1))
     before = [p.detach().clone() for p in model.parameters()]
+    assert not scaler._has_overflow
     optimizer.step()  # which the first, decided by hand, does not make a skipped one
     assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
@@ -286,6 +287,16 @@ def test_lists_models_and_wrapped_optimizers(device):
     assert _amp_state.loss_scalers == []
     assert not _amp_state.opt_properties.enabled
     assert amp.initialize(models[0], enabled=False) is models[0]
+
+
+def test_a_wrapper_of_a_fused_optimizer_needs_no_master_weights(device):
+    """Its gradients would be where the wrapper does not look."""
+    model = torch.nn.Linear(8, 4).to(device)
+    larc = types.SimpleNamespace(optim=FusedSGD(model.parameters(), 0.1))
+    with pytest.raises(NotImplementedError, match="SimpleNamespace around a fused .*level O5"):
+        amp.initialize(model, larc, opt_level="O5", verbosity=0)
+    assert model.weight.dtype is torch.float32
+    assert amp.initialize(model, larc, opt_level="O1", verbosity=0)[1] is larc
 
 
 def test_loss_scaler_of_its_own():
