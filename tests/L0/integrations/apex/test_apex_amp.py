@@ -293,7 +293,7 @@ def test_a_wrapper_of_a_fused_optimizer_needs_no_master_weights(device):
     """Its gradients would be where the wrapper does not look."""
     model = torch.nn.Linear(8, 4).to(device)
     larc = types.SimpleNamespace(optim=FusedSGD(model.parameters(), 0.1))
-    with pytest.raises(NotImplementedError, match="SimpleNamespace around a fused .*level O5"):
+    with pytest.raises(NotImplementedError, match=r"SimpleNamespace around a fused .*level O5"):
         amp.initialize(model, larc, opt_level="O5", verbosity=0)
     assert model.weight.dtype is torch.float32
     assert amp.initialize(model, larc, opt_level="O1", verbosity=0)[1] is larc
