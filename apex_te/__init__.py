@@ -23,7 +23,7 @@ _find_former_names()
 
 if _typing.TYPE_CHECKING:
     from . import amp as amp
-    from . import compatibility as compatibility  # type: ignore[attr-defined]
+    from . import compatibility as compatibility
     from . import distributed as distributed
     from . import integrations as integrations
     from . import nvtx as nvtx
@@ -186,7 +186,7 @@ if not _typing.TYPE_CHECKING:  # type checkers know the names above, and no othe
 
 if _os.environ.get("APEX_TE_NVTX", "0") not in ("", "0"):
     from . import nvtx as nvtx
-if _os.environ.get("APEX_TE_TOPLEVEL_COMPAT"):
+if _os.environ.get("APEX_TE_TOPLEVEL_COMPAT") or _os.environ.get("APEX_TE_APEX"):
     from .compatibility.apex import install_from_environment as _install_apex_names
 
     _install_apex_names()

@@ -30,7 +30,6 @@ import os
 import re
 import subprocess
 import sys
-import types
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -264,20 +263,13 @@ def _transformer_engine() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _apex() -> Iterator[None]:
-    from unittest import mock
+    from apex_te.compatibility import apex
 
-    import apex_te
-    import apex_te.amp
-
-    # apex's names, as docs/migration/apex.md maps them.
-    apex, normalization = types.ModuleType("apex"), types.ModuleType("apex.normalization")
-    normalization.__dict__.update(FusedLayerNorm=apex_te.LayerNorm, FusedRMSNorm=apex_te.RMSNorm)
-    apex.__dict__.update(
-        amp=apex_te.amp, optimizers=apex_te.optimizers, normalization=normalization
-    )
-    names = {"apex": apex, "apex.optimizers": apex_te.optimizers}
-    with mock.patch.dict(sys.modules, {**names, "apex.normalization": normalization}):
+    apex.install()
+    try:
         yield
+    finally:
+        apex.uninstall()
 
 
 # What stands in for a library, by the first line of the blocks that are written for it.

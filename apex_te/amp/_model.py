@@ -58,8 +58,8 @@ class AmpForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         casts = self.casts
         if casts.inputs is not None:
-            args = _cast(args, casts.inputs)
-            kwargs = _cast(kwargs, casts.inputs)
+            args = cast_floats(args, casts.inputs)
+            kwargs = cast_floats(kwargs, casts.inputs)
         forward: Callable[..., Any] | None = self.inner
         if forward is None:  # not bound, which torch.compile could not trace
             forward, args = type(self.model).forward, (self.model, *args)
@@ -72,10 +72,10 @@ class AmpForward:
                 out = forward(*args, **kwargs)
         else:
             out = forward(*args, **kwargs)
-        return out if casts.outputs is None else _cast(out, casts.outputs)
+        return out if casts.outputs is None else cast_floats(out, casts.outputs)
 
 
-def _cast(values: Any, dtype: torch.dtype) -> Any:
+def cast_floats(values: Any, dtype: torch.dtype) -> Any:
     """Returns nested containers with their floating-point tensors, except FP8, in ``dtype``."""
     return tree_map_only(torch.Tensor, lambda x: _cast_tensor(x, dtype), values)
 

@@ -22,6 +22,8 @@ class OptimizerAmp:
         pairs: ``(parameter, master)`` for each master weight that replaces a parameter in
             ``param_groups``; empty for apex_te's optimizers, which keep master weights themselves.
         scaled: True if gradients are still scaled, after ``scale_loss(delay_unscale=True)``.
+        drops_grads: True if each step drops the gradients of master weights, also one that is
+            skipped, for programs that call ``zero_grad`` of the model only.
         skips_on_device: True if ``step`` reads ``found_inf`` on the device; else the host reads it
             and skips the step.
     """
@@ -31,6 +33,7 @@ class OptimizerAmp:
         self.pairs: list[Pair] = []
         self._replaces = master_weights and not isinstance(optimizer, FusedOptimizer)
         self.scaled = False
+        self.drops_grads = False
         # Of each pair: None, or the parameter's version at which its master was made of it.
         self._versions: list[int | None] | None = None
         # While a state dict is loaded: its master weights, each with the pair it belongs to.
@@ -184,6 +187,7 @@ def _step(self: Any, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> An
         if args or kwargs.get("closure") is not None:
             raise RuntimeError("amp: step must be without a closure after scale_loss, got one")
         if found_inf.item():
+            _drop_grads(self)
             return None
     return inner(*args, **kwargs)
 
@@ -243,6 +247,15 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
             for param, master in kept.pairs:
                 if needs_copy(param):
                     param.copy_(master)
+    _drop_grads(optimizer)
+
+
+def _drop_grads(optimizer: torch.optim.Optimizer) -> None:
+    """Drops the gradients of master weights, if ``drops_grads`` asks for it."""
+    kept = amp_of(optimizer)
+    if kept is not None and kept.drops_grads:
+        for _, master in kept.split(optimizer)[0]:
+            master.grad = None
 
 
 def _forget_flags(optimizer: torch.optim.Optimizer) -> None:

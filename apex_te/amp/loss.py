@@ -204,7 +204,8 @@ def master_params(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     """Yields the tensors whose ``.grad`` the next step reads, for example to clip gradients.
 
     Yields:
-        For each parameter, its master weight if that has the gradient, else the parameter.
+        For each parameter, its master weight if it has one, unless only the parameter has a
+        gradient; else the parameter.
 
     Raises:
         TypeError: ``optimizer`` is not a ``torch.optim.Optimizer``.
@@ -213,7 +214,10 @@ def master_params(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     for group in one.param_groups:
         for param in group["params"]:
             master = one.master_weight(param) if isinstance(one, FusedOptimizer) else None
-            yield param if master is None or master.grad is None else master
+            if master is None or (master.grad is None and param.grad is not None):
+                yield param
+            else:
+                yield master
 
 
 def state_dict() -> dict[str, Any]:

@@ -89,7 +89,7 @@ class LossScaler:
             start = min(max(start, lowest), self.max_loss_scale)
         self.is_one = not self.dynamic and start == 1.0
         self._scale = torch.tensor(start)
-        self._unskipped = torch.tensor(0.0)
+        self._clean = torch.tensor(0.0)
         self._remaining = torch.tensor(float(hysteresis))
         self._skipped = torch.tensor(0.0)
         self._held: torch.Tensor | None = None
@@ -99,7 +99,7 @@ class LossScaler:
         if self.is_one:
             return loss.float()
         if self._scale.device != loss.device:
-            for name in ("_scale", "_unskipped", "_remaining", "_skipped"):
+            for name in ("_scale", "_clean", "_remaining", "_skipped"):
                 value = getattr(self, name)
                 setattr(self, name, moved(value, loss.device))
         return loss.float() * self._scale
@@ -127,14 +127,14 @@ class LossScaler:
         found = moved(found_inf, self._scale.device).reshape(()) != 0
         clean = ~found
         self._remaining.copy_(torch.where(found, self._remaining - 1, float(self.hysteresis)))
-        self._unskipped.add_(1).mul_(clean)
+        self._clean.add_(1).mul_(clean)
         halve = found & (self._remaining <= 0)
-        double = self._unskipped >= self.scale_window
+        double = self._clean >= self.scale_window
         lower = (self._scale / _FACTOR).clamp_(min=self.min_loss_scale)
         higher = (self._scale * _FACTOR).clamp_(max=self.max_loss_scale)
         kept = torch.where(double, higher, self._scale)
         self._scale.copy_(torch.where(halve, lower, kept))
-        self._unskipped.mul_(~double)
+        self._clean.mul_(~double)
         self._skipped.add_(found)
 
     def loss_scale(self) -> float:
@@ -153,7 +153,7 @@ class LossScaler:
         """
         return {
             "loss_scale": self.loss_scale(),
-            "unskipped": int(self._unskipped.item()),
+            "unskipped": int(self._clean.item()),
             "hysteresis": int(self._remaining.item()),
             "skipped": self.skipped(),
         }
@@ -203,7 +203,7 @@ class LossScaler:
     def take(self, values: dict[str, float]) -> None:
         """Sets the state to the numbers that ``checked`` returned."""
         self._scale.fill_(values["loss_scale"])
-        self._unskipped.fill_(values["unskipped"])
+        self._clean.fill_(values["unskipped"])
         self._remaining.fill_(min(values["hysteresis"], self.hysteresis))
         self._skipped.fill_(values["skipped"])
         self.is_one = not self.dynamic and values["loss_scale"] == 1.0

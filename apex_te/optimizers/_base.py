@@ -160,6 +160,10 @@ class FusedOptimizer(SavingOptimizer):
         """Returns True if the state of each parameter of ``group`` has a step count."""
         return True
 
+    def _step_of(self, group: dict[str, Any], bucket: Bucket) -> int | torch.Tensor | None:
+        """Returns the number of the step that updates ``bucket``."""
+        return bucket.step
+
     def _check_group(self, group: dict[str, Any]) -> None:
         """Raises TypeError or ValueError if an option of ``group`` is not a number in its range."""
         for name in ("lr", "weight_decay", "eps"):

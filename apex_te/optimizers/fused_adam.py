@@ -11,7 +11,7 @@ from ..ops import multi_tensor_optim
 from ..runtime.fp8_copies import preparations
 from ..runtime.named_arguments import named_arguments
 from ._base import FusedOptimizer, Work
-from ._bucket import MASTER, Bucket
+from ._bucket import MASTER
 from ._scalars import Scalars
 
 __all__ = ["FusedAdam"]
@@ -201,10 +201,6 @@ class FusedAdam(FusedOptimizer):
             raise ValueError(
                 f"{self._name}: state_name must be one of {', '.join(names)}, got {state_name!r}"
             )
-
-    def _step_of(self, group: dict[str, Any], bucket: Bucket) -> int | torch.Tensor | None:
-        """Returns the number of the step that updates ``bucket``."""
-        return bucket.step
 
     def _update(self, work: list[Work], scalars: Scalars) -> None:
         names = ("betas", "eps", "weight_decay", "bias_correction")

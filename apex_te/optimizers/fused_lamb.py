@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -42,7 +42,7 @@ class FusedLAMB(FusedOptimizer):
         NotImplementedError: an option is not available.
     """
 
-    _required_state = ("step", "exp_avg", "exp_avg_sq")
+    _required_state: ClassVar[tuple[str, ...]] = ("step", "exp_avg", "exp_avg_sq")
 
     @named_arguments()
     def __init__(
@@ -112,7 +112,11 @@ class FusedLAMB(FusedOptimizer):
                 "grad_norm": norms.get(device),
             }
             options = [
-                {**self._options(group, bucket, scalars, *names), "step": bucket.step, **common}
+                {
+                    **self._options(group, bucket, scalars, *names),
+                    "step": self._step_of(group, bucket),
+                    **common,
+                }
                 for group, bucket, _ in items
             ]
             sharded = self._sharded_steps(device, items)

@@ -13,6 +13,8 @@ from types import ModuleType
 
 from apex_te.op_builder import builder_names, get_builder
 
+from .. import aliases
+from ..aliases import APEX
 from ..finder import ENTRY, OpFinder, OpLoader
 
 NAMES = (
@@ -83,19 +85,22 @@ _finder = _Finder()
 
 
 def install(*, first: bool = False) -> None:
-    """Makes ``import amp_C`` and the other names work in this process; nothing is compiled.
+    """Makes ``import amp_C``, the other names and ``import apex`` work in this process.
 
-    So do the names of extensions that ``scripts/new_op.py`` added to the suite. A module that
-    is imported already is not replaced. The ``first`` of the last call counts; ``uninstall`` undoes
-    all calls.
+    Nothing is compiled. So do the names of extensions that ``scripts/new_op.py`` added to the
+    suite. A module that is imported already is not replaced. The ``first`` of the last call counts;
+    ``uninstall`` undoes all calls.
 
     Args:
-        first: True to prefer apex_te's modules to those of an installed apex, False to prefer
-            apex's.
+        first: True to prefer apex_te's extension modules to those of an installed apex, False to
+            prefer apex's. The package ``apex`` is always that of an installed apex.
+
+    Raises:
+        AliasError: the files of ``python -m apex_te install-alias apex`` were made for another
+            version of apex_te.
     """
-    with _lock:
-        _remove()
-        sys.meta_path.insert(0 if first else len(sys.meta_path), _finder)
+    aliases.install(APEX, missing_ok=True)
+    _insert(0 if first else len(sys.meta_path))
 
 
 def uninstall() -> None:
@@ -103,6 +108,7 @@ def uninstall() -> None:
 
     The modules of an installed apex are not touched; references that a program holds stay valid.
     """
+    aliases.uninstall(APEX)
     with _lock:
         _remove()
         for name in (*NAMES, *builder_names()):
@@ -112,15 +118,31 @@ def uninstall() -> None:
 
 
 def install_from_environment() -> None:
-    """Calls ``install`` if ``APEX_TE_TOPLEVEL_COMPAT`` is true.
+    """Serves apex's names if ``APEX_TE_APEX`` or ``APEX_TE_TOPLEVEL_COMPAT`` is true.
 
     Raises:
-        SettingError: the variable's value is no boolean.
+        AliasError: ``APEX_TE_APEX`` is true beside a real apex.
+        SettingError: a variable's value is no boolean.
     """
     from apex_te.op_builder.jit import env
 
+    if aliases.install_from_environment(APEX):
+        _insert(len(sys.meta_path))
     if env.boolean("APEX_TE_TOPLEVEL_COMPAT", False):
         install()
+
+
+def serve(made_for: str, version: str) -> None:
+    """Puts apex_te's package in the place of the stub package, whose code calls this function."""
+    aliases.serve(APEX, made_for, version)
+    _insert(len(sys.meta_path))
+
+
+def _insert(index: int) -> None:
+    """Puts the finder of extensions at a place in ``sys.meta_path``, once."""
+    with _lock:
+        _remove()
+        sys.meta_path.insert(index, _finder)
 
 
 def _remove() -> None:

@@ -221,8 +221,8 @@ def test_every_environment_variable_is_documented() -> None:
 def test_the_architecture_lists_the_layers_that_are_checked() -> None:
     layers = _loaded(Path(__file__).parent / "test_layout.py").LAYERS
     text = (ROOT / "docs" / "architecture.md").read_text()
-    rows = re.findall(r"^\| `(\w+)` \|[^|]*\|([^|]*)\|$", text, re.MULTILINE)
-    documented = {part: set(re.findall(r"`(\w+)`", cell)) for part, cell in rows}
+    rows = re.findall(r"^\| `([\w.]+)` \|[^|]*\|([^|]*)\|$", text, re.MULTILINE)
+    documented = {part: set(re.findall(r"`([\w.]+)`", cell)) for part, cell in rows}
     builder = {"op_builder"}
     assert documented == {
         part: allowed - builder for part, allowed in layers.items() if part != "op_builder"

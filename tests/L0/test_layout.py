@@ -22,6 +22,8 @@ LAYERS = {
     "optimizers": {"runtime", "ops", "comm"},
     "integrations": {"recipe", "runtime", "ops", "comm", "fp8", "module", "graphs", "permutation"}
     | {"router", "distributed", "optimizers", "op_builder", "compatibility", "_version"},
+    "integrations.apex": {"recipe", "runtime", "ops", "comm", "module", "permutation", "amp"}
+    | {"distributed", "optimizers", "op_builder", "compatibility", "integrations"},
     "amp": {"recipe", "runtime", "ops", "comm", "fp8", "module", "optimizers", "integrations"},
     "distributed": {"recipe", "runtime", "ops", "comm", "fp8", "module"},
     "permutation": {"runtime", "ops"},
@@ -112,8 +114,10 @@ def _private_names(modules: dict[str, Path]) -> set[tuple[str, str]]:
 
 
 def _part(module: str) -> str:
-    """Layer of a module: its first name below ``apex_te``."""
-    return module.split(".")[1] if "." in module else "apex_te"
+    """Layer of a module: its first name below ``apex_te``, or its first two if these are one."""
+    names = module.split(".")[1:3]
+    joined = ".".join(names)
+    return joined if joined in LAYERS else names[0] if names else "apex_te"
 
 
 def _circles(graph: dict[str, set[str]]) -> set[frozenset[str]]:

@@ -6,10 +6,54 @@ files in an environment (``python -m apex_te install-alias``) for all of its pro
 imports torch.
 """
 
-from .conflicts import AliasError
-from .metadata import claimed_version
-from .process import install, install_from_environment, serve, uninstall
+from ...compatibility import aliases
+from ...compatibility.aliases import TRANSFORMER_ENGINE, AliasError
 
 __all__ = [
     "AliasError", "claimed_version", "install", "install_from_environment", "serve", "uninstall",
 ]  # fmt: skip
+
+
+def install(*, missing_ok: bool = False) -> bool:
+    """Makes ``import transformer_engine`` give apex_te's modules, in this process.
+
+    To be called before a framework is imported, since some look for Transformer Engine only once.
+    Frameworks that find it may change their defaults. Calling it again changes nothing; where the
+    files of ``python -m apex_te install-alias`` are present these serve.
+
+    Args:
+        missing_ok: True to return False instead of raising an error beside a real Transformer
+            Engine.
+
+    Returns:
+        True if the alias is installed.
+
+    Raises:
+        AliasError: a real Transformer Engine is installed or imported, or the files of the alias
+            were made for another version of apex_te.
+    """
+    return aliases.install(TRANSFORMER_ENGINE, missing_ok=missing_ok)
+
+
+def install_from_environment() -> None:
+    """Installs the alias in this process if ``APEX_TE_TRANSFORMER_ENGINE`` is true."""
+    aliases.install_from_environment(TRANSFORMER_ENGINE)
+
+
+def uninstall() -> None:
+    """Undoes ``install``, and removes the alias's modules from ``sys.modules``.
+
+    References that a program holds stay valid. Modules of a real Transformer Engine, and the files
+    that ``python -m apex_te install-alias`` wrote, are not touched.
+    """
+    aliases.uninstall(TRANSFORMER_ENGINE)
+
+
+def serve(made_for: str, version: str) -> None:
+    """Puts the shims in the place of the stub package, whose code calls this function."""
+    aliases.serve(TRANSFORMER_ENGINE, made_for, version)
+
+
+def claimed_version(level: str | None = None) -> str:
+    """Returns the alias's version, such as ``"2.14.0+apexte.0.1.0"``."""
+    return aliases.claimed_version(TRANSFORMER_ENGINE, level)

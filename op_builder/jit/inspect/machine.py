@@ -142,8 +142,8 @@ def _archs() -> object:
 # Every variable that the suite and its benchmarks read at run time: booleans, those that nobody
 # checks before use, and those with a function whose reading raises BuildError for a bad value.
 _BOOLEANS = (
-    "APEX_TE_BATCH_INVARIANT", "APEX_TE_FUSED_SWIGLU", "APEX_TE_GEMM_TUNE", "APEX_TE_PEER_MEMORY",
-    "APEX_TE_TOPLEVEL_COMPAT", "APEX_TE_TRANSFORMER_ENGINE",
+    "APEX_TE_APEX", "APEX_TE_BATCH_INVARIANT", "APEX_TE_FUSED_SWIGLU", "APEX_TE_GEMM_TUNE",
+    "APEX_TE_PEER_MEMORY", "APEX_TE_TOPLEVEL_COMPAT", "APEX_TE_TRANSFORMER_ENGINE",
 )  # fmt: skip
 _UNCHECKED = (
     "APEX_TE_CACHE_DIR", "APEX_TE_CACHE_PATH", "APEX_TE_COMMIT", "APEX_TE_CPU_ISA",

@@ -48,7 +48,7 @@ def test_every_name_is_found_and_listed(cache_dir):
     assert {"ops", "compatibility", "statistics", "Linear"} <= set(names["top"])
     stems = {path.stem for path in (CHECKOUT / "apex_te/ops").glob("[a-z]*.py")}
     assert stems <= set(names["ops"])
-    assert sorted(listed) == sorted([*builder_names(), "apex", "finder"])
+    assert sorted(listed) == sorted([*builder_names(), "aliases", "apex", "finder"])
     assert set(listed) <= set(names["compatibility"])
     assert found == [
         "rms_norm",

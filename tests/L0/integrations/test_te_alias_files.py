@@ -10,18 +10,19 @@ import sys
 from pathlib import Path
 
 import pytest
-from apex_te.op_builder.jit.cli import Command, main
-from programs import captured
-
-import apex_te
-from apex_te.integrations.te_alias import AliasError, commands
-from apex_te.integrations.te_alias.files import (
+from apex_te.compatibility.aliases import TRANSFORMER_ENGINE as TE
+from apex_te.compatibility.aliases import AliasError, commands
+from apex_te.compatibility.aliases.files import (
     installed_in,
     on_path,
     purelib,
     remove_files,
     write_files,
 )
+from apex_te.op_builder.jit.cli import Command, main
+from programs import captured
+
+import apex_te
 
 ROOT = Path(__file__).resolve().parents[3]
 VERSION = f"2.14.0+apexte.{apex_te.__version__}"
@@ -49,7 +50,7 @@ def python(*arguments, folder=None, program=sys.executable):
 
 
 def test_record_has_the_hash_and_size_of_each_file(tmp_path):
-    assert write_files(tmp_path, VERSION) == "installed"
+    assert write_files(TE, tmp_path, VERSION) == "installed"
     info = f"transformer_engine-{VERSION}.dist-info"
     written = all_files(tmp_path)
     assert set(written) == {
@@ -66,31 +67,31 @@ def test_record_has_the_hash_and_size_of_each_file(tmp_path):
 
 
 def test_writing_again_keeps_the_files_and_another_version_renews_them(tmp_path):
-    write_files(tmp_path, VERSION)
+    write_files(TE, tmp_path, VERSION)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
-    assert write_files(tmp_path, VERSION) == "kept"
+    assert write_files(TE, tmp_path, VERSION) == "kept"
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
     other = VERSION.replace("2.14.0", "2.6.0")
-    assert write_files(tmp_path, other) == "renewed"
-    found = installed_in(tmp_path)
+    assert write_files(TE, tmp_path, other) == "renewed"
+    found = installed_in(TE, tmp_path)
     assert found is not None
     assert (found.version, found.made_for) == (other, apex_te.__version__)
     assert {path.name for path in tmp_path.iterdir()} == {
         "transformer_engine", f"transformer_engine-{other}.dist-info",
     }  # fmt: skip
     fresh = tmp_path / "fresh"
-    write_files(fresh, other)
+    write_files(TE, fresh, other)
     expected = all_files(fresh)
     assert {k: v for k, v in all_files(tmp_path).items() if not k.startswith("fresh")} == expected
 
 
 def test_what_a_killed_process_left_is_mended(tmp_path):
-    write_files(tmp_path, VERSION)
+    write_files(TE, tmp_path, VERSION)
     whole = all_files(tmp_path)
     info = tmp_path / f"transformer_engine-{VERSION}.dist-info"
     for lost in (info / "METADATA", info / "RECORD", tmp_path / "transformer_engine/__init__.py"):
         lost.unlink()
-        assert write_files(tmp_path, VERSION) == "renewed"
+        assert write_files(TE, tmp_path, VERSION) == "renewed"
         assert all_files(tmp_path) == whole
     for path in info.iterdir():  # killed before the dist-info came
         path.unlink()
@@ -98,7 +99,7 @@ def test_what_a_killed_process_left_is_mended(tmp_path):
     stale = tmp_path / ".apex_te_alias-abc"
     stale.mkdir()
     (stale / "file").touch()
-    assert write_files(tmp_path, VERSION) == "installed"
+    assert write_files(TE, tmp_path, VERSION) == "installed"
     assert all_files(tmp_path) == whole
     assert not stale.exists()
 
@@ -108,28 +109,28 @@ def test_removal_leaves_no_file_but_those_of_others(tmp_path):
     (tmp_path / "other_package").mkdir()
     (tmp_path / "other_package" / "__init__.py").touch()
     before = set(tmp_path.rglob("*"))
-    write_files(tmp_path, VERSION)
+    write_files(TE, tmp_path, VERSION)
     assert python("-c", "import transformer_engine", folder=tmp_path) == "0 "
     assert list((tmp_path / "transformer_engine" / "__pycache__").glob("*.pyc"))
-    assert len(remove_files(tmp_path)) == 6
+    assert len(remove_files(TE, tmp_path)) == 6
     assert set(tmp_path.rglob("*")) == before
-    assert remove_files(tmp_path) == []
-    write_files(tmp_path, VERSION)
+    assert remove_files(TE, tmp_path) == []
+    write_files(TE, tmp_path, VERSION)
     kept = tmp_path / "transformer_engine" / "mine.py"
     kept.touch()
-    remove_files(tmp_path)
+    remove_files(TE, tmp_path)
     assert set(tmp_path.rglob("*")) == before | {kept, kept.parent}
 
 
 def test_files_that_were_changed_are_removed_by_force_only(tmp_path):
-    write_files(tmp_path, VERSION)
+    write_files(TE, tmp_path, VERSION)
     stub = tmp_path / "transformer_engine" / "__init__.py"
     stub.write_text("# another package's\n")
     before = all_files(tmp_path)
     with pytest.raises(AliasError, match=f"{stub} must be as apex_te wrote it.*--force"):
-        remove_files(tmp_path)
+        remove_files(TE, tmp_path)
     assert all_files(tmp_path) == before
-    assert len(remove_files(tmp_path, force=True)) == 6
+    assert len(remove_files(TE, tmp_path, force=True)) == 6
     assert not list(tmp_path.iterdir())
 
 
@@ -137,12 +138,12 @@ def test_a_record_names_no_other_files(tmp_path):
     victim = tmp_path / "victim.py"
     victim.touch()
     folder = tmp_path / "site"
-    write_files(folder, VERSION)
+    write_files(TE, folder, VERSION)
     record = folder / f"transformer_engine-{VERSION}.dist-info" / "RECORD"
     for path in ("../victim.py", str(victim), "transformer_engine/../../victim.py"):
         record.write_text(f"{path},,\n")
         with pytest.raises(AliasError, match="RECORD must list files of the alias"):
-            remove_files(folder, force=True)
+            remove_files(TE, folder, force=True)
     assert victim.exists()
 
 
@@ -164,7 +165,7 @@ BROKEN_RECORDS = {
 def test_a_broken_record_is_one_line_of_error(content, tmp_path, capsys):
     """A RECORD that is not one is refused in one short printable line, and nothing is removed."""
     folder = purelib(str(tmp_path))
-    write_files(folder, VERSION)
+    write_files(TE, folder, VERSION)
     (folder / f"transformer_engine-{VERSION}.dist-info" / "RECORD").write_bytes(content)
     before = all_files(folder)
     assert main(["remove-alias", "--force", "--prefix", str(tmp_path)], COMMANDS) == 1
@@ -176,15 +177,15 @@ def test_a_broken_record_is_one_line_of_error(content, tmp_path, capsys):
 
 
 def test_a_record_that_is_a_pipe_does_not_hang(tmp_path):
-    write_files(tmp_path, VERSION)
+    write_files(TE, tmp_path, VERSION)
     info = tmp_path / f"transformer_engine-{VERSION}.dist-info"
     (info / "RECORD").unlink()
     os.mkfifo(info / "RECORD")
     with pytest.raises(AliasError, match=r"RECORD must be a list of files"):
-        remove_files(tmp_path, force=True)
+        remove_files(TE, tmp_path, force=True)
     (info / "INSTALLER").unlink()
     os.mkfifo(info / "INSTALLER")
-    assert remove_files(tmp_path, force=True) == []
+    assert remove_files(TE, tmp_path, force=True) == []
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -204,7 +205,7 @@ def test_links_are_not_followed_out_of_the_prefix(command, part, tmp_path, capsy
     prefix, other = tmp_path / "prefix", tmp_path / "other"
     folder, outside = purelib(str(prefix)), purelib(str(other))
     for place in (folder, outside):
-        write_files(place, VERSION)
+        write_files(TE, place, VERSION)
         (place / "transformer_engine" / "__pycache__").mkdir()
         (place / "transformer_engine" / "__pycache__" / "__init__.cpython-311.pyc").touch()
     path = {
@@ -231,7 +232,7 @@ def test_a_prefix_that_is_a_link_is_an_environment(tmp_path, capsys):
     (tmp_path / "link").symlink_to("real")
     (tmp_path / "real" / "lib64").symlink_to("lib")
     assert main(["install-alias", "--prefix", str(tmp_path / "link")], COMMANDS) == 0
-    assert installed_in(purelib(str(tmp_path / "real"))) is not None
+    assert installed_in(TE, purelib(str(tmp_path / "real"))) is not None
 
 
 def test_the_commands_print_no_escapes(tmp_path, capsys):
@@ -249,20 +250,20 @@ def test_the_dist_info_of_pip_is_not_ours(tmp_path):
     info = tmp_path / "transformer_engine-2.9.0.dist-info"
     info.mkdir()
     (info / "INSTALLER").write_text("pip\n")
-    assert installed_in(tmp_path) is None
-    assert remove_files(tmp_path, force=True) == []
+    assert installed_in(TE, tmp_path) is None
+    assert remove_files(TE, tmp_path, force=True) == []
     assert (info / "INSTALLER").exists()
 
 
 def test_a_folder_that_cannot_be_written_is_an_error(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(AliasError, match=r"install-alias: .*file/site must be a folder"):
-        write_files(tmp_path / "file" / "site", VERSION)
+        write_files(TE, tmp_path / "file" / "site", VERSION)
 
 
 @pytest.mark.long
 def test_the_stub_says_that_apex_te_is_gone_or_another(tmp_path):
-    write_files(tmp_path, VERSION)
+    write_files(TE, tmp_path, VERSION)
     gone = "import sys; sys.modules['apex_te'] = None; import transformer_engine"
     output = python("-c", gone, folder=tmp_path)
     assert "ImportError: transformer_engine is an alias of apex_te, which cannot be" in output
@@ -275,7 +276,7 @@ def test_the_stub_says_that_apex_te_is_gone_or_another(tmp_path):
     assert f"ImportError: transformer_engine: {expected}" in output
     body = "from apex_te.integrations import transformer_engine as s; s.install()"
     assert f"AliasError: install(): {expected}" in python("-c", body, folder=tmp_path)
-    assert write_files(tmp_path, VERSION) == "renewed"
+    assert write_files(TE, tmp_path, VERSION) == "renewed"
     assert python("-c", "import transformer_engine", folder=tmp_path) == "0 "
 
 
@@ -284,17 +285,17 @@ def test_eight_processes_install_at_once(tmp_path):
 import sys, types
 for name, folders in (
     ("apex_te", [{str(ROOT / "apex_te")!r}, {str(ROOT)!r}]),
-    ("apex_te.integrations", [{str(ROOT / "apex_te/integrations")!r}]),
 ):
     module = sys.modules[name] = types.ModuleType(name)  # no torch, to be quick
     module.__path__ = folders
 from pathlib import Path
-from apex_te.integrations.te_alias.files import remove_files, write_files
+from apex_te.compatibility.aliases import TRANSFORMER_ENGINE as TE
+from apex_te.compatibility.aliases.files import remove_files, write_files
 print("ready", flush=True)
 sys.stdin.readline()
 folder = Path({str(tmp_path / "site")!r})
 for _ in range(20):
-    write_files(folder, sys.argv[1])
+    write_files(TE, folder, sys.argv[1])
 """
     versions = [VERSION, VERSION.replace("2.14.0", "2.6.0")]
     processes = [
@@ -312,13 +313,13 @@ for _ in range(20):
     for process in processes:
         _, errors = process.communicate(timeout=120)
         assert process.returncode == 0, errors
-    found = installed_in(tmp_path / "site")
+    found = installed_in(TE, tmp_path / "site")
     assert found is not None
     assert found.version in versions
     fresh = tmp_path / "fresh"
-    write_files(fresh, found.version)
+    write_files(TE, fresh, found.version)
     assert all_files(tmp_path / "site") == all_files(fresh)
-    remove_files(tmp_path / "site")
+    remove_files(TE, tmp_path / "site")
     assert not list((tmp_path / "site").iterdir())
 
 
@@ -340,7 +341,7 @@ def test_the_commands_write_and_remove(tmp_path, monkeypatch, capsys):
     assert status == 1
     assert "level must be a version such as 2.14.0, got '2.9+mine'" in text
     monkeypatch.syspath_prepend(folder)
-    assert on_path() == installed_in(folder)
+    assert on_path(TE) == installed_in(TE, folder)
     other = tmp_path / "other"
     assert main(["remove-alias", "--prefix", str(other)], COMMANDS) == 0
     assert capsys.readouterr().out == (

@@ -6,10 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from apex_te.compatibility.aliases import TRANSFORMER_ENGINE as TE
+from apex_te.compatibility.aliases import files
 from programs import captured
 
 from apex_te.integrations import te_alias
-from apex_te.integrations.te_alias import files
 
 ROOT = Path(__file__).resolve().parents[3]
 INSTALL = "from apex_te.integrations import transformer_engine as shims; shims.install()"
@@ -168,7 +169,7 @@ def test_without_the_variable_nothing_of_the_alias_is_imported():
     body = """
 import apex_te, sys
 assert not [name for name in sys.modules if "integrations" in name or "transformer_engine" in name]
-assert not [finder for finder in sys.meta_path if "te_alias" in type(finder).__module__]
+assert not [finder for finder in sys.meta_path if "aliases" in type(finder).__module__]
 """
     run(body)
 
@@ -247,7 +248,7 @@ def test_a_real_transformer_engine_refuses_each_way(kind, tmp_path, monkeypatch)
     for owner, enter in (
         ("install()", te_alias.install),
         ("APEX_TE_TRANSFORMER_ENGINE=1", te_alias.install_from_environment),
-        ("install-alias", lambda: files.write_files(other, "2.14.0+apexte.1")),
+        ("install-alias", lambda: files.write_files(TE, other, "2.14.0+apexte.1")),
     ):
         with pytest.raises(te_alias.AliasError) as error:
             enter()
@@ -262,8 +263,9 @@ def test_a_real_transformer_engine_in_the_prefix_refuses_the_files(tmp_path):
     make_distribution(tmp_path, "module transformer_engine")
     (tmp_path / "transformer_engine" / "linear.py").touch()
     body = (
-        "from apex_te.integrations.te_alias.files import write_files; from pathlib import Path\n"
-        f"write_files(Path({str(tmp_path)!r}), '2.14.0+apexte.1')"
+        "from apex_te.compatibility.aliases import TRANSFORMER_ENGINE as TE, files\n"
+        "from pathlib import Path\n"
+        f"files.write_files(TE, Path({str(tmp_path)!r}), '2.14.0+apexte.1')"
     )
     assert f"is in {tmp_path}/transformer_engine; remove it" in run(body, check=False)
     assert [path.name for path in tmp_path.iterdir()] == ["transformer_engine"]
@@ -319,21 +321,20 @@ import sys, types
 sys.modules["torch"] = None
 for name, folders in (
     ("apex_te", [{str(ROOT / "apex_te")!r}, {str(ROOT)!r}]),
-    ("apex_te.integrations", [{str(ROOT / "apex_te/integrations")!r}]),
 ):
     module = sys.modules[name] = types.ModuleType(name)
     module.__path__ = folders
 import pathlib, importlib.metadata
-from apex_te.integrations.te_alias import commands, files, process
+from apex_te.compatibility.aliases import TRANSFORMER_ENGINE as TE, commands, files, process
 folder = pathlib.Path({str(tmp_path)!r})
-assert files.write_files(folder, "2.14.0+apexte.1") == "installed"
+assert files.write_files(TE, folder, "2.14.0+apexte.1") == "installed"
 sys.path.insert(0, str(folder))
 assert importlib.metadata.version("transformer_engine") == "2.14.0+apexte.1"
 import importlib.util
 assert importlib.util.find_spec("transformer_engine").origin.startswith(str(folder))
-assert commands.facts()["claimed"] == "2.14.0+apexte.1"
-assert len(files.remove_files(folder)) == 6
-process.install()
+assert commands.facts(TE)["claimed"] == "2.14.0+apexte.1"
+assert len(files.remove_files(TE, folder)) == 6
+process.install(TE)
 assert importlib.metadata.version("transformer_engine").startswith("2.14.0+apexte.")
 assert not [name for name in sys.modules if name.startswith("torch.")]
 """

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
@@ -17,6 +16,7 @@ from .....compatibility.apex.amp_C import (
     multi_tensor_unscale_l2norm,
 )
 from .....ops import multi_tensor
+from .... import _multi_tensor_apply
 from ..._names import named
 
 __all__ = [
@@ -28,23 +28,8 @@ __all__ = [
 
 
 @named("transformer_engine.pytorch.optimizers.multi_tensor_apply")
-class MultiTensorApply:
+class MultiTensorApply(_multi_tensor_apply.MultiTensorApply):
     """Callable that calls an operation on lists of tensors with its chunk size."""
-
-    available = True
-    warned = False
-
-    def __init__(self, chunk_size: int) -> None:
-        self.chunk_size = chunk_size
-
-    def __call__(
-        self,
-        op: Callable[..., Any],
-        noop_flag_buffer: torch.Tensor,
-        tensor_lists: Sequence[Sequence[torch.Tensor]],
-        *args: Any,
-    ) -> Any:
-        return op(self.chunk_size, noop_flag_buffer, tensor_lists, *args)
 
 
 multi_tensor_applier = MultiTensorApply(2048 * 32)

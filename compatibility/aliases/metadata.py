@@ -1,4 +1,4 @@
-"""Version and metadata of the alias's distribution, ``transformer-engine``."""
+"""Version and metadata of an alias's distribution."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ import re
 from importlib.metadata import Distribution, DistributionFinder
 from pathlib import Path
 
-from ..._version import __version__
+from apex_te._version import __version__
 
-DISTRIBUTION = "transformer-engine"
+from .names import Alias
+
 INSTALLER = "apex_te"
 
 
-def metadata_text(version: str) -> str:
+def metadata_text(alias: Alias, version: str) -> str:
     """Returns the text of the file METADATA."""
     return (
         "Metadata-Version: 2.1\n"
-        f"Name: {DISTRIBUTION}\n"
+        f"Name: {alias.distribution}\n"
         f"Version: {version}\n"
         "Summary: alias of apex_te\n"
         "Requires-Dist: apex_te\n"
@@ -28,11 +29,11 @@ def metadata_text(version: str) -> str:
 class AliasDistribution(Distribution):
     """Distribution of importlib.metadata without files."""
 
-    def __init__(self, version: str) -> None:
+    def __init__(self, alias: Alias, version: str) -> None:
         self._texts = {
-            "METADATA": metadata_text(version),
+            "METADATA": metadata_text(alias, version),
             "INSTALLER": f"{INSTALLER}\n",
-            "top_level.txt": "transformer_engine\n",
+            "top_level.txt": f"{alias.name}\n",
         }
 
     def read_text(self, filename: str | os.PathLike[str]) -> str | None:
@@ -45,31 +46,33 @@ class AliasDistribution(Distribution):
 
 
 def is_ours(distribution: Distribution) -> bool:
-    """Returns True if a distribution is the alias, in this process or as files."""
+    """Returns True if a distribution is an alias, in this process or as files."""
     return (distribution.read_text("INSTALLER") or "").strip() == INSTALLER
 
 
-def named_in(context: DistributionFinder.Context) -> bool:
+def named_in(context: DistributionFinder.Context, alias: Alias) -> bool:
     """Returns True if a search for distributions includes the alias."""
     import sys
 
     if list(context.path) != sys.path:
         return False
-    return context.name is None or re.sub(r"[-_.]+", "-", context.name).lower() == DISTRIBUTION
+    return context.name is None or _normal(context.name) == alias.distribution
 
 
-# The highest version whose unguarded imports in frameworks find their names here.
-LEVEL = "2.14.0"
-VARIABLE = "APEX_TE_TE_VERSION"
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
 _LEVEL = re.compile(r"\d+(\.\d+)+((a|b|rc)\d+)?(\.post\d+)?(\.dev\d+)?")
 
 
-def claimed_version(level: str | None = None) -> str:
+def claimed_version(alias: Alias, level: str | None = None) -> str:
     """Returns the alias's version, such as ``"2.14.0+apexte.0.1.0"``."""
     owner = "claimed_version: level"
     if level is None:
-        level, owner = os.environ.get(VARIABLE, "").strip() or LEVEL, VARIABLE
+        level, owner = os.environ.get(alias.version_variable, "").strip(), alias.version_variable
+        level = level or alias.level
     if not _LEVEL.fullmatch(level):
-        raise ValueError(f"{owner} must be a version such as {LEVEL}, got {level!r}")
+        raise ValueError(f"{owner} must be a version such as {alias.level}, got {level!r}")
     local = re.sub("[^a-z0-9]+", ".", __version__.lower()).strip(".")
     return f"{level}+apexte.{local}"

@@ -1,4 +1,4 @@
-"""Search for a real Transformer Engine, beside which the alias is refused."""
+"""Search for the real library of a name, beside which the alias is refused."""
 
 from __future__ import annotations
 
@@ -11,40 +11,32 @@ from importlib.metadata import Distribution, distributions
 from pathlib import Path
 from typing import Any
 
-from .finder import EXTENSION, MARK, NAME, AliasLoader
+from .finder import AliasLoader
 from .metadata import is_ours
-
-_DISTRIBUTIONS = (
-    "transformer-engine",
-    "transformer-engine-torch",
-    "transformer-engine-cu12",
-    "transformer-engine-cu13",
-    "transformer-engine-jax",
-)
-_MODULES = (NAME, EXTENSION)
+from .names import MARK, Alias
 
 
 class AliasError(RuntimeError):
-    """Error that the alias ``transformer_engine`` cannot be installed, or not be removed."""
+    """Error that an alias cannot be installed, or not be removed."""
 
 
-def find_real(folder: str | None = None) -> str | None:
-    """Looks for a real Transformer Engine, installed or imported."""
+def find_real(alias: Alias, folder: str | None = None) -> str | None:
+    """Looks for the real library of an alias, installed or imported."""
     importlib.invalidate_caches()  # something may have been installed while this process ran
     folders = () if folder is None else (folder,)
-    found = next(real_distributions(folders), None)
+    found = next(real_distributions(alias, folders), None)
     if found is not None:
         return found
-    for name in _MODULES:
+    for name in (alias.name, *alias.extensions):
         found = _imported(name) or _importable(name, folders)
         if found is not None:
             return found
     return None
 
 
-def real_distributions(folders: Sequence[str] = ()) -> Iterator[str]:
-    """Yields a sentence for each distribution that belongs to a real Transformer Engine."""
-    for name in _DISTRIBUTIONS:
+def real_distributions(alias: Alias, folders: Sequence[str] = ()) -> Iterator[str]:
+    """Yields a sentence for each distribution that belongs to the real library of an alias."""
+    for name in alias.distributions:
         # Editable and broken ones, too: their folders are found by their names.
         searches: list[dict[str, Any]] = [{"name": name}]
         searches += [{"name": name, "path": [folder]} for folder in folders]
@@ -101,7 +93,7 @@ def is_bare_folder(spec: ModuleSpec | None) -> bool:
 def _is_alias(spec: ModuleSpec) -> bool:
     if isinstance(spec.loader, AliasLoader):
         return True
-    return spec.name == NAME and alias_made_for(spec.origin) is not None
+    return alias_made_for(spec.origin) is not None
 
 
 def alias_made_for(file: str | None) -> str | None:

@@ -1,4 +1,4 @@
-"""Commands ``install-alias`` and ``remove-alias``, and the alias in the command ``report``."""
+"""Commands ``install-alias`` and ``remove-alias``, and the aliases in the command ``report``."""
 
 from __future__ import annotations
 
@@ -7,52 +7,58 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..._version import __version__
-from ...op_builder.jit.text import complain
+from apex_te.op_builder.jit.text import complain
+
+from apex_te._version import __version__
+
 from . import files, process
 from .conflicts import AliasError, find_real
 from .files import on_path, purelib, remove_files, write_files
-from .metadata import LEVEL, claimed_version
+from .metadata import claimed_version
+from .names import ALIASES, TRANSFORMER_ENGINE, Alias
 
 
 def add_install_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the command ``install-alias`` to its parser."""
-    _add_prefix(parser)
+    _add_common(parser)
+    levels = ", ".join(f"{alias.level} of {alias.title}" for alias in ALIASES.values())
     parser.add_argument(
         "--version",
         metavar="V",
-        help=f"version of Transformer Engine to claim (default: APEX_TE_TE_VERSION, else {LEVEL})",
+        help=f"version of the library to claim (default: APEX_TE_TE_VERSION, else {levels})",
     )
 
 
 def add_remove_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the command ``remove-alias`` to its parser."""
-    _add_prefix(parser)
+    _add_common(parser)
     parser.add_argument("--force", action="store_true", help="remove files that were changed, too")
 
 
 def install(args: argparse.Namespace) -> int:
-    """Installs the alias in an environment."""
+    """Installs an alias in an environment."""
+    alias = ALIASES[args.name]
 
     def act() -> str:
-        version = claimed_version(args.version)
+        version = claimed_version(alias, args.version)
         folder = _folder("install-alias", args.prefix)
-        done = write_files(folder, version)
-        return f"transformer_engine {version}: {done} in {folder}"
+        done = write_files(alias, folder, version)
+        return f"{alias.name} {version}: {done} in {folder}"
 
     return _run(act)
 
 
 def remove(args: argparse.Namespace) -> int:
-    """Removes the alias from an environment."""
+    """Removes an alias from an environment."""
+    alias = ALIASES[args.name]
 
     def act() -> str:
         folder = _folder("remove-alias", args.prefix)
-        if remove_files(folder, args.force):
-            return f"transformer_engine: removed from {folder}"
-        other = on_path()
+        if remove_files(alias, folder, args.force):
+            return f"{alias.name}: removed from {folder}"
+        other = on_path(alias)
         elsewhere = "" if other is None else f"; there is one in {other.folder}"
-        return f"transformer_engine: no alias in {folder}{elsewhere}"
+        return f"{alias.name}: no alias in {folder}{elsewhere}"
 
     return _run(act)
 
@@ -69,7 +75,14 @@ def _folder(command: str, prefix: str | None) -> Path:
     return folder
 
 
-def _add_prefix(parser: argparse.ArgumentParser) -> None:
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "name",
+        nargs="?",
+        choices=ALIASES,
+        default=TRANSFORMER_ENGINE.name,
+        help="the name (default: %(default)s)",
+    )
     parser.add_argument("--prefix", metavar="DIR", help="the environment (default: this Python's)")
 
 
@@ -83,16 +96,16 @@ def _run(act: Callable[[], str]) -> int:
     return 0
 
 
-def facts() -> dict[str, Any]:
-    """Returns the state of the alias as plain values.
+def facts(alias: Alias) -> dict[str, Any]:
+    """Returns the state of an alias as plain values.
 
-    "claimed" is the version of Transformer Engine that programs see, or None without the alias;
-    "ways" the active ways; "files" the folder that holds the alias's files, or None; "problem" why
-    the alias does not work, or "".
+    "claimed" is the version of the library that programs see, or None without the alias; "ways"
+    the active ways; "files" the folder that holds the alias's files, or None; "problem" why the
+    alias does not work, or "".
     """
-    written = files.on_path()
-    ways = process.ways()
-    problem = find_real() or ""
+    written = files.on_path(alias)
+    ways = process.ways(alias)
+    problem = find_real(alias) or ""
     claimed = None
     if written is not None:
         ways = [f"files in {written.folder}", *ways]
@@ -100,15 +113,15 @@ def facts() -> dict[str, Any]:
         if not problem and written.made_for != __version__:
             problem = "its files were written by another apex_te; install-alias renews them"
     elif ways:
-        claimed = claimed_version()
+        claimed = claimed_version(alias)
     folder = None if written is None else str(written.folder)
     return {"claimed": claimed, "ways": ways, "files": folder, "problem": problem}
 
 
-def lines(state: dict[str, Any]) -> list[str]:
-    """Returns the lines of the report about the alias."""
+def lines(alias: Alias, state: dict[str, Any]) -> list[str]:
+    """Returns the lines of the report about an alias."""
     if state["claimed"] is None:
-        told = ["transformer_engine is not an alias here"]
+        told = [f"{alias.name} is not an alias here"]
     else:
-        told = [f"transformer_engine {state['claimed']}, by {' and '.join(state['ways'])}"]
+        told = [f"{alias.name} {state['claimed']}, by {' and '.join(state['ways'])}"]
     return [*told, state["problem"]] if state["problem"] else told

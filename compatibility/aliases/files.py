@@ -1,4 +1,4 @@
-"""The alias as files of an environment: a stub package, and a dist-info that pip accepts."""
+"""An alias as files of an environment: a stub package, and a dist-info that pip accepts."""
 
 from __future__ import annotations
 
@@ -17,28 +17,29 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from ..._version import __version__
+from apex_te._version import __version__
+
 from .conflicts import AliasError, alias_made_for, find_real
-from .finder import MARK, NAME
 from .metadata import INSTALLER, metadata_text
+from .names import MARK, Alias
 
 _TEMPORARY = ".apex_te_alias-"
 _SHOWN = 200  # characters of a line of RECORD
 _LONGEST = 1 << 20  # bytes of a text file; those of the alias have a few hundred
 _STUB = '''"""Alias of apex_te, which serves the modules of this package.
 
-Written by `python -m apex_te install-alias`; `python -m apex_te remove-alias` removes it.
+Written by `python -m apex_te install-alias`; `python -m apex_te remove-alias {name}` removes it.
 """
 
 {mark} = "{made_for}"
 __version__ = "{version}"
 
 try:
-    from apex_te.integrations.te_alias import serve
+    from {server} import serve
 except ImportError as error:
     raise ImportError(
-        "transformer_engine is an alias of apex_te, which cannot be imported; "
-        "pip uninstall transformer-engine removes the alias"
+        "{name} is an alias of apex_te, which cannot be imported; "
+        "pip uninstall {distribution} removes the alias"
     ) from error
 serve({mark}, __version__)
 '''
@@ -62,17 +63,17 @@ def purelib(prefix: str | None = None) -> Path:
     return Path(sysconfig.get_path("purelib", scheme, {"base": base, "platbase": base}))
 
 
-def installed_in(folder: Path) -> Written | None:
+def installed_in(alias: Alias, folder: Path) -> Written | None:
     """Returns the alias's files in a folder of packages; None if there are none."""
-    infos = _infos(folder)
+    infos = _infos(alias, folder)
     if not infos:
         return None
     version = infos[-1].name.removesuffix(".dist-info").partition("-")[2]
-    made_for = alias_made_for(str(folder / NAME / "__init__.py")) or ""
+    made_for = alias_made_for(str(folder / alias.name / "__init__.py")) or ""
     return Written(folder, infos[-1], version, made_for)
 
 
-def write_files(folder: Path, version: str) -> str:
+def write_files(alias: Alias, folder: Path, version: str) -> str:
     """Writes the alias into a folder of packages, or renews the alias that is there.
 
     Processes that do so at the same time wait for each other. A process that imports meanwhile
@@ -81,19 +82,19 @@ def write_files(folder: Path, version: str) -> str:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder):
-            real = find_real(str(folder))
+            real = find_real(alias, str(folder))
             if real is not None:
                 raise AliasError(
-                    "install-alias: there must be no real Transformer Engine beside apex_te's "
+                    f"install-alias: there must be no real {alias.title} beside apex_te's "
                     f"alias, got: {real}"
                 )
-            _refuse_links("install-alias", folder)
-            files = _contents(version)
-            before = _infos(folder)
-            info = folder / _info_name(version)
+            _refuse_links(alias, "install-alias", folder)
+            files = _contents(alias, version)
+            before = _infos(alias, folder)
+            info = folder / _info_name(alias, version)
             if before == [info] and all(_is_same(folder / p, data) for p, data in files.items()):
                 return "kept"
-            _move_into(folder, files, info)
+            _move_into(alias, folder, files, info)
             for other in before:
                 if other != info:
                     shutil.rmtree(other)
@@ -105,39 +106,39 @@ def write_files(folder: Path, version: str) -> str:
         ) from error
 
 
-def remove_files(folder: Path, force: bool = False) -> list[Path]:
+def remove_files(alias: Alias, folder: Path, force: bool = False) -> list[Path]:
     """Removes the alias from a folder of packages."""
-    if not _infos(folder):
+    if not _infos(alias, folder):
         return []
-    _refuse_links("remove-alias", folder)
+    _refuse_links(alias, "remove-alias", folder)
     try:
         with _locked(folder):
             removed: list[Path] = []
-            for info in _infos(folder):
-                removed += _remove(folder, info, force)
+            for info in _infos(alias, folder):
+                removed += _remove(alias, folder, info, force)
             return removed
     except OSError as error:
         raise AliasError(f"remove-alias: files in {folder} cannot be removed: {error}") from error
 
 
-def _info_name(version: str) -> str:
-    return f"{NAME}-{version}.dist-info"
+def _info_name(alias: Alias, version: str) -> str:
+    return f"{alias.name}-{version}.dist-info"
 
 
-def _infos(folder: Path) -> list[Path]:
+def _infos(alias: Alias, folder: Path) -> list[Path]:
     """Returns the alias's dist-info folders in ``folder``."""
     found = []
-    for info in sorted(folder.glob(f"{NAME}-*.dist-info")):
+    for info in sorted(folder.glob(f"{alias.name}-*.dist-info")):
         with contextlib.suppress(OSError, ValueError):
             if _text(info / "INSTALLER").strip() == INSTALLER:
                 found.append(info)
     return found
 
 
-def _refuse_links(command: str, folder: Path) -> None:
+def _refuse_links(alias: Alias, command: str, folder: Path) -> None:
     """Raises AliasError if a folder of the alias is a link, which would lead out of ``folder``."""
-    package = folder / NAME
-    for path in (package, package / "__pycache__", *folder.glob(f"{NAME}-*.dist-info")):
+    package = folder / alias.name
+    for path in (package, package / "__pycache__", *folder.glob(f"{alias.name}-*.dist-info")):
         if path.is_symlink():
             raise AliasError(f"{command}: {path} must be a folder, got a link to {path.readlink()}")
 
@@ -152,18 +153,25 @@ def _text(path: Path) -> str:
         return file.read()
 
 
-def _contents(version: str) -> dict[str, bytes]:
+def _contents(alias: Alias, version: str) -> dict[str, bytes]:
     """Returns the contents of the alias's files by their paths below the folder of packages."""
-    info = _info_name(version)
-    stub = _STUB.format(mark=MARK, made_for=__version__, version=version)
+    info = _info_name(alias, version)
+    stub = _STUB.format(
+        mark=MARK,
+        made_for=__version__,
+        version=version,
+        name=alias.name,
+        server=alias.server,
+        distribution=alias.distribution,
+    )
     texts = {
-        f"{NAME}/__init__.py": stub,
-        f"{info}/METADATA": metadata_text(version),
+        f"{alias.name}/__init__.py": stub,
+        f"{info}/METADATA": metadata_text(alias, version),
         f"{info}/WHEEL": (
             "Wheel-Version: 1.0\nGenerator: apex_te\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
         ),
         f"{info}/INSTALLER": f"{INSTALLER}\n",
-        f"{info}/top_level.txt": f"{NAME}\n",
+        f"{info}/top_level.txt": f"{alias.name}\n",
     }
     files = {path: text.encode() for path, text in texts.items()}
     rows = [f"{path},sha256={_digest(data)},{len(data)}" for path, data in files.items()]
@@ -183,7 +191,7 @@ def _is_same(path: Path, data: bytes) -> bool:
         return False
 
 
-def _move_into(folder: Path, files: dict[str, bytes], info: Path) -> None:
+def _move_into(alias: Alias, folder: Path, files: dict[str, bytes], info: Path) -> None:
     """Writes files to a temporary folder beside their places, and moves them there."""
     for stale in folder.glob(f"{_TEMPORARY}*"):  # of a process that was killed
         shutil.rmtree(stale, ignore_errors=True)
@@ -192,7 +200,7 @@ def _move_into(folder: Path, files: dict[str, bytes], info: Path) -> None:
         for path, data in files.items():
             (made / path).parent.mkdir(exist_ok=True)
             (made / path).write_bytes(data)
-        for new in (made / NAME, made / info.name):
+        for new in (made / alias.name, made / info.name):
             target = folder / new.name
             if not target.exists():
                 new.rename(target)
@@ -202,9 +210,9 @@ def _move_into(folder: Path, files: dict[str, bytes], info: Path) -> None:
                 _drop_bytecode(target / file.name)
 
 
-def _remove(folder: Path, info: Path, force: bool) -> list[Path]:
+def _remove(alias: Alias, folder: Path, info: Path, force: bool) -> list[Path]:
     """Removes what the RECORD of one dist-info folder lists, the dist-info first."""
-    listed = _listed(folder, info)
+    listed = _listed(alias, folder, info)
     changed = [path for path, digest in listed.items() if digest and not _has(path, digest)]
     if changed and not force:
         raise AliasError(
@@ -229,7 +237,7 @@ def _drop_bytecode(path: Path) -> None:
         cached.unlink()
 
 
-def _listed(folder: Path, info: Path) -> dict[Path, str]:
+def _listed(alias: Alias, folder: Path, info: Path) -> dict[Path, str]:
     """Returns the files that a RECORD lists, with their digests; none lies outside ``folder``."""
     try:
         rows = [*csv.reader(_text(info / "RECORD").splitlines())]
@@ -240,7 +248,7 @@ def _listed(folder: Path, info: Path) -> dict[Path, str]:
     found = {info / "INSTALLER": "", info / "RECORD": ""}
     for row in rows:
         path = folder / row[0] if len(row) == 3 else folder
-        if path.name == ".." or path.parent not in (folder / NAME, info):
+        if path.name == ".." or path.parent not in (folder / alias.name, info):
             shown = ",".join(row)[:_SHOWN]
             raise AliasError(
                 f"remove-alias: {info}/RECORD must list files of the alias, got {shown!r}"
@@ -269,10 +277,10 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(fd)
 
 
-def on_path() -> Written | None:
+def on_path(alias: Alias) -> Written | None:
     """Returns the files of the alias that imports of this process find; None if there are none."""
     for entry in sys.path:
-        found = installed_in(Path(entry or os.curdir))
+        found = installed_in(alias, Path(entry or os.curdir))
         if found is not None:
             return found
     return None
