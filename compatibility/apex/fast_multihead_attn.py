@@ -469,7 +469,7 @@ def _forward(
         scores.copy_(hidden)
         hidden, beta = None, 1
     # Scale and sum belong to the matmul: float16 does not overflow, and rounds once.
-    scores.view(-1, *scores.shape[2:]).baddbmm_(q, k.mT, beta=beta, alpha=q.shape[-1] ** -0.5)
+    scores.flatten(0, 1).baddbmm_(q, k.mT, beta=beta, alpha=q.shape[-1] ** -0.5)
     dropped, dropout_mask, softmax = _softmax_dropout(is_training, scores, hidden, p)
     context = q.new_empty(*lins[0].shape[:2], embed)
     torch.bmm(dropped, v, out=_heads([context], heads, embed)[0])

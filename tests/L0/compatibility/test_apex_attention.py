@@ -167,6 +167,19 @@ def test_softmax(device, additive, masked, dtype, training):
         assert_as_good_as_torch(a, exact, same)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_sequences(device, kind):
+    """Empty outputs; gradients of the weights are zeros."""
+    tensors = tensors_of(kind, device, torch.float32)
+    tensors.update({name: tensors[name][:, :0] for name in ("x", "kv") if name in tensors})
+    dy = torch.empty(QUERIES, 0, EMBED, device=device)
+    (out, *grads), _ = run(kind, HEADS, None, False, True, 0.5, dy, tensors)
+    assert out.shape == dy.shape
+    for grad, t in zip(grads, tensors.values(), strict=True):
+        assert grad.shape == t.shape
+        assert not grad.any()
+
+
 def test_dropping_everything(device):
     tensors = tensors_of("self_attn", device, torch.float32)
     dy = torch.randn(QUERIES, SEQS, EMBED).to(device)
