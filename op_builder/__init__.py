@@ -76,6 +76,7 @@ __all__ = [
     "OpBuilder",
     "OpenedLibrary",
     "UnknownOpError",
+    "added",
     "all_builders",
     "builder_names",
     "get_builder",

@@ -88,8 +88,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--yes", "-y", action="store_true", help="take the defaults, ask nothing")
     options = parsed(parser, arguments)
     if options.remove:
-        given = (options.sources, options.exports, options.include, options.cuda is not None)
-        given += (options.inputs, options.outputs, options.scalars)
+        given = [options.sources, options.exports, options.include, options.cuda is not None]
+        given += [options.inputs, options.outputs, options.scalars]
         if any(given):
             parser.error("--remove takes a name, --force, --yes and --dry-run, nothing else")
     return options

@@ -11,7 +11,7 @@ from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.util import spec_from_file_location
 from types import ModuleType
 
-from apex_te.op_builder import builder_names, get_builder
+from apex_te.op_builder import added, builder_names, get_builder
 
 from .. import aliases
 from ..aliases import APEX
@@ -77,8 +77,8 @@ class _Finder:
 
 
 def _is_extension(name: str) -> bool:
-    """Returns True for an op that ``scripts/new_op.py`` made of an extension's sources."""
-    return name in builder_names() and get_builder(name).BINDING == "pybind11"
+    """Returns True for an op that was added to the suite, as ``scripts/new_op.py`` does."""
+    return name in added() or (name in builder_names() and get_builder(name).BINDING == "pybind11")
 
 
 _finder = _Finder()

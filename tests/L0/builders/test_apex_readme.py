@@ -4,11 +4,14 @@ What is compiled is not the matter: a stand-in copies one small library to every
 and make clean, which leave nothing, are in test_build_uninstall.py.
 """
 
+import importlib.util
 import sys
 import zipfile
 
 import new_op
 import pytest
+from apex_te.compatibility import apex
+from apex_te.compatibility.apex import _finder
 from apex_te.op_builder import CPUOpBuilder, CUDAOpBuilder, OpBuilder, all_builders, apex_names
 from apex_te.op_builder import builder as builders
 from apex_te.op_builder.jit.build import service
@@ -274,6 +277,20 @@ def test_file_names_of_builders_need_not_be_their_names(tmp_path, monkeypatch):
     monkeypatch.setattr(builders, "__file__", str(tmp_path / "builder.py"))
     assert builders.added() == {"tiny_ext": "thing_file", "other": "other"}
     assert "tiny_ext" in op_builder.builder_names()
+
+
+def test_added_op_is_imported_at_top_level(their_builder, monkeypatch):
+    """As the README's ``import fused_bias_swiglu``, once the extensions' names are installed."""
+    their_builder("True")
+    monkeypatch.setattr(_finder, "added", lambda: {"tiny_ext": "thing_file"})
+    monkeypatch.setattr(op_builder, "builder_names", lambda: ["tiny_ext"])
+    assert importlib.util.find_spec("tiny_ext") is None
+    apex.install()
+    try:
+        spec = importlib.util.find_spec("tiny_ext")
+        assert spec.origin.endswith("thing_file.py")
+    finally:
+        apex.uninstall()
 
 
 MEMBERS = """

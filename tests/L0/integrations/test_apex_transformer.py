@@ -390,7 +390,7 @@ def test_memory_buffers(monkeypatch):
 
 
 def test_timers(alone, capsys):
-    timers = utils._Timers()
+    timers = utils.Timers()
     timers("step").start()
     with pytest.raises(RuntimeError, match="runs already"):
         timers("step").start()

@@ -16,18 +16,25 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def _worker(rank, world, path, function):
+def _worker(rank, world, path, functions):
     models.join(rank, world, f"{path}/store")
-    found = function()
-    torch.save(found, f"{path}/{rank}.pt")
+    torch.save([function() for function in functions], f"{path}/{rank}.pt")
     distributed.barrier()
     distributed.destroy_process_group()
 
 
-def on_ranks(tmp_path, function, world=2):
-    """What a function returns on each rank."""
-    mp.spawn(_worker, (world, str(tmp_path), function), nprocs=world)
-    return [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(world)]
+def on_ranks(path, functions, world=2):
+    """What functions return on each rank, by function."""
+    mp.spawn(_worker, (world, str(path), functions), nprocs=world)
+    found = [torch.load(path / f"{rank}.pt", weights_only=False) for rank in range(world)]
+    return dict(zip(functions, zip(*found, strict=True), strict=True))
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory):
+    """Results of two ranks, whose processes start once for all tests."""
+    functions = [_tensor_parallel, _pipeline, _data_parallel, _collectives]
+    return on_ranks(tmp_path_factory.mktemp("ranks"), functions)
 
 
 def in_state(function, *sizes, **options):
@@ -47,10 +54,10 @@ def _tensor_parallel():
     return alone, [in_state(case, 2) for case in cases]
 
 
-def test_tensor_parallel_training_is_that_of_one_rank(tmp_path):
+def test_tensor_parallel_training_is_that_of_one_rank(both):
     """With and without sequence parallelism and gradients that are added to main_grad. Sums over
     ranks round otherwise than one sum: a few units in the last place, over 20 steps."""
-    for alone, split in on_ranks(tmp_path, _tensor_parallel):
+    for alone, split in both[_tensor_parallel]:
         losses, params = alone
         assert losses[-1] < losses[0]
         for other_losses, other_params in split:
@@ -59,9 +66,6 @@ def test_tensor_parallel_training_is_that_of_one_rank(tmp_path):
 
 
 def _pipeline():
-    def cases(layers, *more):
-        return [functools.partial(models.train_pipeline, layers, *each) for each in more]
-
     alone = in_state(functools.partial(models.train_pipeline, 4), 1, 1)
     few = in_state(functools.partial(models.train_pipeline, 4, microbatches=2), 1, 1)
     plain = in_state(functools.partial(models.train_pipeline, 4), 1, 2)
@@ -76,10 +80,10 @@ def _pipeline():
     return alone, piped, few, short
 
 
-def test_pipeline_training_is_that_of_one_stage_bitwise(tmp_path):
+def test_pipeline_training_is_that_of_one_stage_bitwise(both):
     """1F1B and interleaved, as many microbatches as stages too, with a scale and with outputs
     released: the same operations on the same microbatches in the same order."""
-    found = on_ranks(tmp_path, _pipeline)
+    found = both[_pipeline]
     for (losses, params), runs in (
         (found[0][0], list(zip(*(each[1] for each in found), strict=True))),
         (found[0][2], [tuple(each[3] for each in found)]),
@@ -98,8 +102,8 @@ def _data_parallel():
     return alone, in_state(functools.partial(models.train_pipeline, 2, None, 1, True), 1, 1)
 
 
-def test_data_parallel_gradients_are_averaged_once(tmp_path):
-    for (_, params), (_, split) in on_ranks(tmp_path, _data_parallel):
+def test_data_parallel_gradients_are_averaged_once(both):
+    for (_, params), (_, split) in both[_data_parallel]:
         torch.testing.assert_close(split, params, rtol=1e-5, atol=1e-6)
 
 
@@ -116,7 +120,7 @@ def _three_stages():
 
 @pytest.mark.long
 def test_three_stages(tmp_path):
-    found = on_ranks(tmp_path, _three_stages, 3)
+    found = on_ranks(tmp_path, [_three_stages], 3)[_three_stages]
     losses, params = found[0][0]
     for schedule in (1, 2):
         stages = [each[schedule] for each in found]
@@ -126,7 +130,11 @@ def test_three_stages(tmp_path):
 
 
 def _collectives():
-    """Facts that rank and values of both ranks decide."""
+    return in_state(_rank_and_values, 2)
+
+
+def _rank_and_values():
+    """What the rank, and values of both ranks, decide."""
     rank = distributed.get_rank()
     x = torch.arange(8.0).view(2, 4) + 10 * rank
     tp = tensor_parallel
@@ -168,8 +176,8 @@ def _collectives():
     return found
 
 
-def test_collectives_losses_and_random_numbers(tmp_path):
-    first, second = on_ranks(tmp_path, functools.partial(in_state, _collectives, 2))
+def test_collectives_losses_and_random_numbers(both):
+    first, second = both[_collectives]
     x = [torch.arange(8.0).view(2, 4) + 10 * rank for rank in range(2)]
     logits = torch.randn(5, 8, generator=torch.Generator().manual_seed(4)).double()
     logits.requires_grad_()

@@ -1,5 +1,4 @@
 """Samplers of batches for data parallelism."""
 
-from ._batchsampler import MegatronPretrainingRandomSampler, MegatronPretrainingSampler
-
-__all__ = ["MegatronPretrainingRandomSampler", "MegatronPretrainingSampler"]
+from ._batchsampler import MegatronPretrainingRandomSampler as MegatronPretrainingRandomSampler
+from ._batchsampler import MegatronPretrainingSampler as MegatronPretrainingSampler

@@ -55,7 +55,7 @@ class _Timer:
         return total
 
 
-class _Timers:
+class Timers:
     """Timers by name."""
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ from .. import parallel_state
 from .._print import is_last_rank, print_first, print_last
 from ..enums import ModelType
 from ..microbatches import NumMicroBatchesCalculator, build_num_microbatches_calculator
-from ._timers import _Timers
+from ._timers import Timers
 
 __all__ = [
     "average_losses_across_data_parallel_group",
@@ -42,7 +42,7 @@ __all__ = [
 # Programs read and set these by name.
 _GLOBAL_NUM_MICROBATCHES_CALCULATOR: NumMicroBatchesCalculator | None = None
 _GLOBAL_AUTORESUME: Any = None
-_GLOBAL_TIMERS: _Timers | None = None
+_GLOBAL_TIMERS: Timers | None = None
 
 Model = torch.nn.Module | list[torch.nn.Module]
 print_rank_0 = print_first
@@ -144,10 +144,10 @@ def _set_timers() -> None:
     global _GLOBAL_TIMERS
     if _GLOBAL_TIMERS is not None:
         raise RuntimeError("the timers are set already")
-    _GLOBAL_TIMERS = _Timers()
+    _GLOBAL_TIMERS = Timers()
 
 
-def get_timers() -> _Timers:
+def get_timers() -> Timers:
     """Returns the timers by name.
 
     Raises:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ... import parallel_state
 from .fwd_bwd_no_pipelining import forward_backward_no_pipelining
-from .fwd_bwd_pipelining_with_interleaving import _forward_backward_pipelining_with_interleaving
+from .fwd_bwd_pipelining_with_interleaving import forward_backward_pipelining_with_interleaving
 from .fwd_bwd_pipelining_without_interleaving import (
     forward_backward_pipelining_without_interleaving,
 )
@@ -23,4 +23,4 @@ def get_forward_backward_func(
         return forward_backward_no_pipelining
     if virtual_pipeline_model_parallel_size is None:
         return forward_backward_pipelining_without_interleaving
-    return _forward_backward_pipelining_with_interleaving
+    return forward_backward_pipelining_with_interleaving

@@ -21,10 +21,10 @@ from .common import (
     message_shape,
 )
 
-_NAME = "_forward_backward_pipelining_with_interleaving"
+_NAME = "forward_backward_pipelining_with_interleaving"
 
 
-def _forward_backward_pipelining_with_interleaving(
+def forward_backward_pipelining_with_interleaving(
     forward_step_func: FwdStepFunc,
     batch: Any,
     model: list[torch.nn.Module],
@@ -45,8 +45,11 @@ def _forward_backward_pipelining_with_interleaving(
     The arguments and the result are those of ``forward_backward_pipelining_without_interleaving``,
     but ``model`` is the list of this stage's chunks. A unit is one microbatch in one chunk: units
     run in groups of as many microbatches as stages, chunk by chunk.
-    One chunk, no ``tensor_shape``, or a number of microbatches that is not a multiple of the
-    stages raises ValueError, a model with encoder and decoder NotImplementedError.
+
+    Raises:
+        ValueError: one chunk, no ``tensor_shape``, or a number of microbatches that is not a
+            multiple of the stages.
+        NotImplementedError: a model with encoder and decoder.
     """
     chunks = check_model(model)
     shape = message_shape(_NAME, tensor_shape, sequence_parallel_enabled)
@@ -162,3 +165,7 @@ def _forward_backward_pipelining_with_interleaving(
             exchange(made, grad, input_chunk, next_grad(unit))
             free_output_tensor(made, deallocate_pipeline_outputs)
     return losses
+
+
+# apex's name
+_forward_backward_pipelining_with_interleaving = forward_backward_pipelining_with_interleaving
