@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from .binding import OpFunction, bind, checked, note_written, once_differentiable
-from .cross_entropy import cross_entropy_fwd
 
 _fwd = bind("transducer_loss", "transducer_loss_fwd")
 _bwd = bind("transducer_loss", "transducer_loss_bwd")
@@ -69,12 +68,12 @@ def transducer_loss_fwd(
     log_sums: torch.Tensor | None = None,
     rest: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Computes ``transducer_loss`` of log-probabilities, or of logits with their ``log_sums``.
+    """Computes ``transducer_loss`` of log-probabilities, or of logits if ``log_sums`` is given.
 
     Args:
         x, label, f_len, y_len, blank, batch_offset, max_f_len: as in ``transducer_loss``.
-        log_sums: logsumexp of the rows of ``x``, float32 [rows], which is subtracted; None for an
-            ``x`` of log-probabilities.
+        log_sums: tensor to write the logsumexp of the rows of ``x`` that count, float32 [rows],
+            for an ``x`` of logits; None for log-probabilities.
         rest: tensor to write what rounding alpha and beta to float32 loses, float32 [2, B, T, U];
             None to leave it out.
 
@@ -94,7 +93,7 @@ def transducer_loss_fwd(
     workspace = alpha.new_empty(batch, frames + places, places, 2)
     inputs = _inputs(rows, log_sums, label, f_len, y_len, batch_offset)
     _fwd(*inputs, alpha, beta, rest, loss, workspace, blank)
-    note_written(rest)
+    note_written(log_sums, rest)
     return alpha, beta, loss
 
 
@@ -169,14 +168,6 @@ def _inputs(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
     return [None if t is None else t.contiguous() for t in tensors]
 
 
-def _log_sums(rows: torch.Tensor) -> torch.Tensor:
-    """Returns the logsumexp of each row of logits, float32, from one read of them."""
-    stats = rows.new_empty(len(rows), 2, dtype=torch.float32)
-    target = torch.zeros(len(rows), dtype=torch.int64, device=rows.device)
-    cross_entropy_fwd(rows, target, stats=stats)
-    return stats[:, 0] + stats[:, 1].log()
-
-
 class _TransducerLoss(OpFunction):
     LABEL = "transducer_loss"
 
@@ -192,12 +183,10 @@ class _TransducerLoss(OpFunction):
         max_f_len: int | None,
         log_probs: bool,
     ) -> torch.Tensor:
-        log_sums = None
-        if not log_probs:
-            log_sums = _log_sums(_rows("transducer_loss", x.detach(), batch_offset))
         frames = _frames("transducer_loss", x, batch_offset, max_f_len)
         batch, places = _batch("transducer_loss", label)
         rest = x.new_empty((2, batch, frames, places), dtype=torch.float32)
+        log_sums = None if log_probs else x.new_empty(x.shape[:-1].numel(), dtype=torch.float32)
         alpha, beta, loss = transducer_loss_fwd(
             x, label, f_len, y_len, blank, batch_offset, max_f_len, log_sums=log_sums, rest=rest
         )

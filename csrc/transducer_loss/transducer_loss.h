@@ -16,14 +16,14 @@
 
 #include "common/numerics/transducer.h"
 
-// x: [rows, V]; rows of cells, packed where batch_offset (int64 [B]) is given. log_sums: float32
-// [rows], subtracted from the rows of x, or None. label: int32 [B, U - 1]; f_len, y_len: int32 [B].
-// alpha, beta: float32 [B, T, U], not written behind the lengths. rest: what rounding them to
-// float32 has lost, float32 [2, B, T, U], or None. loss: [B] of x's dtype.
-// workspace: float32 [B, T + U, U, 2].
+// x: [rows, V]; rows of cells, packed where batch_offset (int64 [B]) is given. log_sums: for an x
+// of logits the logsumexp of its rows that count, float32 [rows]; None for log-probabilities.
+// label: int32 [B, U - 1]; f_len, y_len: int32 [B]. alpha, beta: float32 [B, T, U], not written
+// behind the lengths. rest: what rounding them to float32 has lost, float32 [2, B, T, U], or None.
+// loss: [B] of x's dtype. workspace: float32 [B, T + U, U, 2].
 APEX_TE_FUNCTION(
     transducer_loss_fwd,
-    "x: Tensor, log_sums: Tensor?, label: Tensor, f_len: Tensor, y_len: Tensor, "
+    "x: Tensor, log_sums: Tensor!?, label: Tensor, f_len: Tensor, y_len: Tensor, "
     "batch_offset: Tensor?, alpha: Tensor!, beta: Tensor!, rest: Tensor!?, loss: Tensor!, "
     "workspace: Tensor!, blank: int")
 // grad: [B] of x's dtype. dx: like x. workspace: float32 [rows, 5].
@@ -50,7 +50,7 @@ struct TransducerLoss {
   int64_t cols, blank;
   const void *x, *grad;
   void *loss, *dx;
-  const float* log_sums;
+  float* log_sums;
   const int32_t* label;
   float *alpha, *beta, *rest, *workspace;
   bool fuse_softmax;

@@ -27,6 +27,26 @@ void check_values(const char* name, const TransducerLoss& p) {
     }
 }
 
+struct Scratch {
+  float values[kCols];
+};
+
+// The logsumexp of a row of logits.
+float log_sum_of(const TransducerLoss& p, const RowDType& dtype, int64_t row) {
+  float* values = thread_scratch<Scratch>().values;
+  float high = -HUGE_VALF, sum = 0.0f;
+  for (int64_t col = 0; col < p.cols; col += kCols) {
+    const int64_t n = std::min(kCols, p.cols - col);
+    dtype.widen(p.x, row * p.cols + col, n, values);
+    const float higher = std::max(high, max_of(values, n));
+    const float base = higher == -HUGE_VALF ? 0.0f : higher;
+    for (int64_t i = 0; i < n; ++i) values[i] = exp_fast(values[i] - base);
+    sum = sum * exp_fast(high - base) + sum_of(values, n);
+    high = higher;
+  }
+  return high + std::log(sum);
+}
+
 // A line has the values of a frame, those of the frame before until they are replaced.
 template <typename T>
 void fill_alpha(const TransducerLoss& p, int64_t b) {
@@ -75,9 +95,6 @@ APEX_TE_TARGET_AVX512 void add_avx512(const RowGradient& made, int64_t n, float*
 
 template <typename T>
 void bwd_row(const TransducerLoss& p, const RowDType& dtype, int64_t row) {
-  struct Scratch {
-    float values[kCols];
-  };
   float* values = thread_scratch<Scratch>().values;
   const RowGradient made = row_gradient<T>(p, row);
   const auto add = use_avx512() ? add_avx512 : use_avx2() ? add_avx2 : add_portable;
@@ -95,6 +112,14 @@ void bwd_row(const TransducerLoss& p, const RowDType& dtype, int64_t row) {
   }
 }
 
+template <typename Body>
+void for_rows(const TransducerLoss& p, const Body& body) {
+  parallel_for((p.cells.rows + kRows - 1) / kRows, [&](int64_t chunk) {
+    const int64_t end = std::min(p.cells.rows, (chunk + 1) * kRows);
+    for (int64_t row = chunk * kRows; row < end; ++row) body(row);
+  });
+}
+
 }  // namespace
 }  // namespace apex_te
 
@@ -102,6 +127,11 @@ APEX_TE_DEFINE(transducer_loss_fwd) {
   using namespace apex_te;
   const TransducerLoss p = check_transducer_loss_fwd(args);
   check_values(args.name(), p);
+  const RowDType dtype(p.dtype);
+  if (p.log_sums)
+    for_rows(p, [&](int64_t row) {
+      if (p.cells.cell_of(row).counts) p.log_sums[row] = log_sum_of(p, dtype, row);
+    });
   with_dtype(p.dtype, [&](auto zero) {
     using T = decltype(zero);
     parallel_for(2 * p.cells.batch, [&](int64_t task) {
@@ -117,9 +147,6 @@ APEX_TE_DEFINE(transducer_loss_bwd) {
   const RowDType dtype(p.dtype);
   with_dtype(p.dtype, [&](auto zero) {
     using T = decltype(zero);
-    parallel_for((p.cells.rows + kRows - 1) / kRows, [&](int64_t chunk) {
-      const int64_t end = std::min(p.cells.rows, (chunk + 1) * kRows);
-      for (int64_t row = chunk * kRows; row < end; ++row) bwd_row<T>(p, dtype, row);
-    });
+    for_rows(p, [&](int64_t row) { bwd_row<T>(p, dtype, row); });
   });
 }

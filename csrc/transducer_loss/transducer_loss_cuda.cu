@@ -1,9 +1,9 @@
 // CUDA kernels of transducer_loss.
 //
-// Forward: the two log-probabilities of all cells are gathered first, diagonal by diagonal; then a
-// block for each sample's alpha and beta goes over the diagonals, a thread for a place. Backward:
-// what the elements of a row have in common is made first; then a thread has some vectors of 16
-// bytes.
+// Forward: some lanes of a warp read a row of logits for the log of its sum, and the two
+// log-probabilities of all cells are gathered, diagonal by diagonal; then a block for each sample's
+// alpha and beta goes over the diagonals, a thread for a place. Backward: what the elements of a
+// row have in common is made first; then a thread has some vectors of 16 bytes.
 #include "common/gpu/fast_division.h"
 #include "common/gpu/vec.h"
 #include "common/numerics/with_dtype.h"
@@ -19,10 +19,73 @@ constexpr int kSteps = 4;  // vectors of a thread of backward
 constexpr int kAhead = 4;  // diagonals whose loads are in flight
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads) gather_kernel(const TransducerLoss p) {
-  const int64_t row = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  if (row >= p.cells.rows) return;
-  const TransducerCells::Cell cell = p.cells.cell_of(row);
+__device__ __forceinline__ float exp_of(float x) {
+  return sizeof(T) == 2 ? __expf(x) : expf(x);
+}
+
+template <typename T>
+__device__ __forceinline__ Vec8<T> load(const T* p, int64_t left, bool aligned) {
+  if (left <= 0) return {};
+  return aligned && left >= kVec ? load_vec(p) : load_partial(p, left);
+}
+
+// The logsumexp of a row, of kLanes threads.
+template <typename T, int kLanes>
+__device__ __forceinline__ float log_sum_of(const TransducerLoss& p, int64_t row, bool aligned) {
+  constexpr int kAtOnce = kLanes < 32 ? 1 : 4 / (sizeof(T) / 2);  // vectors in flight
+  const T* x = static_cast<const T*>(p.x) + row * p.cols;
+  float high = -HUGE_VALF, sum = 0.0f;
+  for (int64_t col = threadIdx.x % kLanes * kVec; col < p.cols; col += kAtOnce * kLanes * kVec) {
+    Vec8<T> loaded[kAtOnce];
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) {
+      const int64_t at = col + k * kLanes * kVec;
+      loaded[k] = load(x + at, p.cols - at, aligned);
+    }
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) {
+      const int64_t left = p.cols - col - k * kLanes * kVec;
+      if (left <= 0) break;
+      float values[kVec], higher = high;
+      unpack(loaded[k], values);
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+        if (i >= left) values[i] = -HUGE_VALF;
+        higher = fmaxf(higher, values[i]);
+      }
+      const float base = higher == -HUGE_VALF ? 0.0f : higher;
+      sum *= exp_of<T>(high - base);
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) sum += exp_of<T>(values[i] - base);
+      high = higher;
+    }
+  }
+#pragma unroll
+  for (int lane = kLanes / 2; lane > 0; lane /= 2) {
+    const float other = __shfl_xor_sync(0xFFFFFFFFu, high, lane);
+    const float other_sum = __shfl_xor_sync(0xFFFFFFFFu, sum, lane);
+    const float higher = fmaxf(high, other), base = higher == -HUGE_VALF ? 0.0f : higher;
+    // The same order in both lanes, so that they agree to the bit.
+    const float mine = sum * expf(high - base), theirs = other_sum * expf(other - base);
+    sum = threadIdx.x & lane ? theirs + mine : mine + theirs;
+    high = higher;
+  }
+  return high + logf(sum);
+}
+
+// kLanes: 1 where x are log-probabilities.
+template <typename T, int kLanes>
+__global__ void __launch_bounds__(kThreads) gather_kernel(const TransducerLoss p, bool aligned) {
+  const int64_t row = int64_t{blockIdx.x} * (kThreads / kLanes) + threadIdx.x / kLanes;
+  TransducerCells::Cell cell = {0, 0, 0, false};
+  if (row < p.cells.rows) cell = p.cells.cell_of(row);
+  if (kLanes > 1) {
+    // Lanes of a warp stay together: a row that does not count is the first again.
+    if (!__any_sync(0xFFFFFFFFu, cell.counts)) return;
+    const float log_sum = log_sum_of<T, kLanes>(p, cell.counts ? row : 0, aligned);
+    if (!cell.counts || threadIdx.x % kLanes != 0) return;
+    p.log_sums[row] = log_sum;
+  }
   if (!cell.counts) return;
   *reinterpret_cast<float2*>(p.workspace + p.pair_at(cell.b, cell.t, cell.u)) =
       make_float2(p.log_prob<T>(row, p.blank), p.label_log_prob<T>(row, cell.b, cell.u));
@@ -108,12 +171,6 @@ __global__ void __launch_bounds__(kThreads) rows_kernel(const TransducerLoss p) 
   reinterpret_cast<int32_t*>(p.workspace + 4 * p.cells.rows)[row] = made.label;
 }
 
-template <typename T>
-__device__ __forceinline__ Vec8<T> load(const T* p, int64_t left, bool aligned) {
-  if (left <= 0) return {};
-  return aligned && left >= kVec ? load_vec(p) : load_partial(p, left);
-}
-
 // kWhole: a vector lies in one row.
 template <typename T, bool kWhole>
 __global__ void __launch_bounds__(kThreads)
@@ -145,7 +202,7 @@ __global__ void __launch_bounds__(kThreads)
         if (++row < p.cells.rows) made = load_row(p, row);
       }
       const float shifted = values[j] + made.shift;
-      const float exponential = sizeof(T) == 2 ? __expf(shifted) : expf(shifted);
+      const float exponential = exp_of<T>(shifted);
       const bool is_some = p.fuse_softmax && made.shift != -HUGE_VALF;
       float value = is_some ? made.factor * exponential : 0.0f;
       if (col == p.blank) value += made.at_blank;
@@ -167,6 +224,14 @@ unsigned blocks_of(int64_t count, int64_t per_block) {
   return static_cast<unsigned>(blocks);
 }
 
+template <typename T, int kLanes>
+void launch_gather(const TransducerLoss& p, cudaStream_t stream) {
+  const bool aligned = p.cols % kVec == 0 && is_aligned(p.x, 16);
+  const unsigned blocks = blocks_of(p.cells.rows, kThreads / kLanes);
+  gather_kernel<T, kLanes><<<blocks, kThreads, 0, stream>>>(p, aligned);
+  check_cuda(cudaGetLastError(), "transducer_loss_fwd");
+}
+
 template <typename T>
 void launch_fwd(const TransducerLoss& p, cudaStream_t stream) {
   const int64_t bytes = 3 * p.cells.places * static_cast<int64_t>(sizeof(double));
@@ -174,8 +239,14 @@ void launch_fwd(const TransducerLoss& p, cudaStream_t stream) {
     fail(kApexTeUnsupported, "transducer_loss_fwd: label must have fewer columns, got %lld",
          static_cast<long long>(p.cells.places - 1));
   if (p.cells.rows > 0) {
-    gather_kernel<T><<<blocks_of(p.cells.rows, kThreads), kThreads, 0, stream>>>(p);
-    check_cuda(cudaGetLastError(), "transducer_loss_fwd");
+    if (!p.log_sums)
+      launch_gather<T, 1>(p, stream);
+    else if (p.cols <= 8 * kVec)
+      launch_gather<T, 8>(p, stream);
+    else if (p.cols <= 16 * kVec)
+      launch_gather<T, 16>(p, stream);
+    else
+      launch_gather<T, 32>(p, stream);
   }
   const auto kernel = lattice_kernel<T>;
   allow_shared(reinterpret_cast<const void*>(kernel));

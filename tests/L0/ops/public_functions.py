@@ -245,9 +245,10 @@ def transducer_loss_case() -> dict[str, Any]:
 
 
 def transducer_loss_bwd_case() -> dict[str, Any]:
-    case, rest = transducer_loss_case(), torch.zeros(2, 2, 5, 4)
-    alpha, beta, _ = transducer_loss.transducer_loss_fwd(**case, rest=rest)
-    return {**case, "grad": torch.rand(2), "alpha": alpha, "beta": beta, "rest": rest}
+    case = transducer_loss_case()
+    written = {"log_sums": torch.zeros(40), "rest": torch.zeros(2, 2, 5, 4)}
+    alpha, beta, _ = transducer_loss.transducer_loss_fwd(**case, **written)
+    return {**case, "grad": torch.rand(2), "alpha": alpha, "beta": beta, **written}
 
 
 def fp8_case(**more: Any) -> dict[str, Any]:
@@ -751,7 +752,8 @@ def make_case(name: str, rows: int = 32, cols: int = 64) -> Case:
         "transducer_joint.transducer_joint_bwd": lambda: Case(joint_bwd_case(rows, cols)),
         "transducer_loss.transducer_loss": lambda: Case(transducer_loss_case()),
         "transducer_loss.transducer_loss_fwd": lambda: Case(
-            {**transducer_loss_case(), "rest": torch.zeros(2, 2, 5, 4)}, ("rest",)
+            {**transducer_loss_case(), "log_sums": torch.zeros(40),
+             "rest": torch.zeros(2, 2, 5, 4)}, ("log_sums", "rest"),
         ),
         "transducer_loss.transducer_loss_bwd": lambda: Case(transducer_loss_bwd_case()),
         "wgrad_gemm.wgrad_gemm": lambda: Case(

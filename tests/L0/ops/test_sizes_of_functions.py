@@ -13,6 +13,7 @@ OF_FIXED_DIMENSIONS = {
     "index_mul_2d.index_mul_2d", "transducer_joint.transducer_joint",
     "transducer_loss.transducer_loss",
 }  # fmt: skip
+OF_OWN_SIZES = {"transducer_loss.transducer_loss"}  # which must have frames
 OF_HEADS = {"rope.rope", "scaled_softmax.scaled_softmax"}
 NOT_WITHOUT_COLUMNS = ("layer_norm.", "rms_norm.")
 
@@ -76,7 +77,7 @@ def test_more_dimensions_without_elements(device, name):
     assert leaves[0].grad.shape == (2, 0, 512)
 
 
-@pytest.mark.parametrize("name", sorted(DIFFERENTIABLE))
+@pytest.mark.parametrize("name", sorted(DIFFERENTIABLE - OF_OWN_SIZES))
 def test_without_rows_gradients_of_parameters_are_zero(device, name):
     call = Call(name, device, 0, 512)
     leaves = [t.requires_grad_(t.is_floating_point()) for t in call.fresh()]
