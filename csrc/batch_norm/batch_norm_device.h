@@ -111,7 +111,7 @@ __device__ __forceinline__ Part merge(const Part& a, const Part& b) {
 
 // Mean, as its distance from `from`, and sum of squared distances from the mean, of elements whose
 // distances from a pivot have these sums.
-__device__ __forceinline__ Part statistics_of(double count, float pivot, float sum, float squares,
+__device__ __forceinline__ Part statistics_of(double count, float pivot, double sum, double squares,
                                               float from) {
   if (count <= 0.0) return {0.0, 0.0, 0.0};
   const double apart = sum / count, rest = squares - sum * apart;
@@ -323,12 +323,12 @@ __global__ void __launch_bounds__(kThreads) reduce_rows_kernel(const BatchNorm p
     }
   }
   let_next_kernel_start();
+  Part part{static_cast<double>(count), 0.0, 0.0};
 #pragma unroll
-  for (int i = 1; i < kVec; ++i) first[0] += first[i], second[0] += second[i];
-  const auto elements = static_cast<double>(count);
-  Part part{elements, first[0], second[0]};
+  for (int i = 0; i < kVec; ++i) part.first += first[i], part.second += second[i];
   if (kStats)
-    part = statistics_of(elements, mean[0], first[0], second[0], batch_norm_pivot(p, channel));
+    part =
+        statistics_of(part.count, mean[0], part.first, part.second, batch_norm_pivot(p, channel));
   parts[threadIdx.x] = part;
   for (int half = kThreads / 2; half > 0; half /= 2) {
     __syncthreads();
