@@ -39,13 +39,9 @@ def split_world(owner: str, size: int) -> distributed.ProcessGroup | None:
     """Makes groups of ``size`` neighbouring ranks and returns this rank's; all ranks call it."""
     world = distributed.get_world_size()
     if size < 1 or world % size:
-        raise ValueError(
-            f"{owner} must divide the number of ranks, {world}, got {size}"
-        )
+        raise ValueError(f"{owner} must divide the number of ranks, {world}, got {size}")
     own = distributed.get_rank() // size
-    groups = [
-        distributed.new_group(range(i * size, (i + 1) * size)) for i in range(world // size)
-    ]
+    groups = [distributed.new_group(range(i * size, (i + 1) * size)) for i in range(world // size)]
     return groups[own]
 
 

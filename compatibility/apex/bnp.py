@@ -325,9 +325,7 @@ def _evaluate(op, x, z, scale, bias, running_mean, running_var, eps, relu) -> Te
 def _normalised(x, z, scale, bias, mean, inv_std, relu) -> Tensor:
     z = None if z is None else _nhwc(z, x, scale)
     data = _nhwc(x, x, scale)
-    y = batch_norm_fwd(
-        data, mean, inv_std, scale, bias, z=z, relu=bool(relu), channels_last=True
-    )
+    y = batch_norm_fwd(data, mean, inv_std, scale, bias, z=z, relu=bool(relu), channels_last=True)
     return _like(y, x, scale)
 
 

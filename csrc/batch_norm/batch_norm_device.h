@@ -109,12 +109,13 @@ __device__ __forceinline__ Part merge(const Part& a, const Part& b) {
   return {count, a.first + apart * share, a.second + b.second + apart * apart * a.count * share};
 }
 
-// A thread's statistics of one column, to which it adds small batches whose own it knows.
-__device__ __forceinline__ void add_batch(float& mean, float& squares, float batch_mean,
-                                          float batch_squares, float weight, float between) {
-  const float apart = batch_mean - mean;
-  mean = fmaf(apart, weight, mean);
-  squares += fmaf(apart * apart, between, batch_squares);
+// Mean, as its distance from `from`, and sum of squared distances from the mean, of elements whose
+// distances from a pivot have these sums.
+__device__ __forceinline__ Part statistics_of(double count, float pivot, double sum, double squares,
+                                              float from) {
+  if (count <= 0.0) return {0.0, 0.0, 0.0};
+  const double apart = sum / count, rest = squares - sum * apart;
+  return {count, static_cast<double>(pivot) - from + apart, rest > 0.0 ? rest : 0.0 * rest};
 }
 
 // Rows of one thread that are in registers: x and, in backward, dy and z.
@@ -169,8 +170,26 @@ __global__ void __launch_bounds__(kThreads, 2) reduce_columns_kernel(const Batch
   int left = place.has_columns(cols) ? num_rows - place.group : 0;
   Rows<T, kStats, kRelu> rows;
   if (left > 0) rows.template load_from<kAligned>(p, at, step, left, place.groups, n);
-  float mean[kVec] = {}, scale[kVec], shift[kVec];
-  if (!kStats) {
+  float mean[kVec] = {}, scale[kVec], shift[kVec];  // of statistics the mean is the pivot
+  if (kStats) {
+    const int64_t col = place.first + threadIdx.x;
+    if (threadIdx.x < lanes * kVec && col < cols)
+      channels.mean[threadIdx.x] = batch_norm_pivot(p, p.s == 1 ? col : col / p.s);
+    int present = 0;
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) {
+      if (k * place.groups >= left) break;
+      float x[kVec];
+      unpack(rows.x[k], x);
+      ++present;
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) mean[i] += x[i];
+    }
+    const float inverse = present > 0 ? 1.0f / present : 0.0f;
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) mean[i] *= inverse;
+    __syncthreads();
+  } else {
     channels.fill<T>(p, place, lanes, cols, 0.0f);
     read(channels.mean, place.lane, mean);
     if (kRelu) {
@@ -178,50 +197,22 @@ __global__ void __launch_bounds__(kThreads, 2) reduce_columns_kernel(const Batch
       read(channels.shift, place.lane, shift);
     }
   }
-  float first[kVec] = {}, second[kVec] = {}, count = 0.0f;
+  float first[kVec] = {}, second[kVec] = {};
   while (left > 0) {
-    if (kStats) {
-      int of_batch = 0;
 #pragma unroll
-      for (int k = 0; k < kCount; ++k) of_batch += k * place.groups < left;
-      const float present = static_cast<float>(of_batch), total = count + present;
-      const float inverse = 1.0f / present, weight = present / total, between = count * weight;
-      float sums[kVec] = {}, squares[kVec] = {};
-#pragma unroll
-      for (int k = 0; k < kCount; ++k) {
-        float x[kVec];
-        unpack(rows.x[k], x);
-#pragma unroll
-        for (int i = 0; i < kVec; ++i) sums[i] += x[i];
-      }
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) sums[i] *= inverse;
-#pragma unroll
-      for (int k = 0; k < kCount; ++k) {
-        float x[kVec];
-        unpack(rows.x[k], x);
-        if (k < of_batch) {
-#pragma unroll
-          for (int i = 0; i < kVec; ++i)
-            squares[i] = fmaf(x[i] - sums[i], x[i] - sums[i], squares[i]);
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < kVec; ++i)
-        add_batch(first[i], second[i], sums[i], squares[i], weight, between);
-      count = total;
-    } else {
-#pragma unroll
-      for (int k = 0; k < kCount; ++k) {
-        float x[kVec], dy[kVec];
-        unpack(rows.x[k], x);
+    for (int k = 0; k < kCount; ++k) {
+      if (k * place.groups >= left) break;
+      float x[kVec], dy[kVec];
+      unpack(rows.x[k], x);
+      if (!kStats) {
         unpack(rows.dy[k], dy);
         mask<kRelu>(rows.z[kRelu ? k : 0], p.z != nullptr, x, mean, scale, shift, dy);
+      }
 #pragma unroll
-        for (int i = 0; i < kVec; ++i) {
-          first[i] += dy[i];
-          second[i] = fmaf(dy[i], x[i] - mean[i], second[i]);
-        }
+      for (int i = 0; i < kVec; ++i) {
+        const float apart = x[i] - mean[i], factor = kStats ? apart : dy[i];
+        first[i] += factor;
+        second[i] = fmaf(factor, apart, second[i]);
       }
     }
     at += kCount * step;
@@ -229,6 +220,18 @@ __global__ void __launch_bounds__(kThreads, 2) reduce_columns_kernel(const Batch
     if (left > 0) rows.template load_from<kAligned>(p, at, step, left, place.groups, n);
   }
   let_next_kernel_start();
+  const int each = num_rows / place.groups, more = num_rows % place.groups;
+  if (kStats && place.group < place.groups) {
+    float from[kVec];
+    read(channels.mean, place.lane, from);
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) {
+      const int count = each + (place.group < more);
+      const Part part = statistics_of(count, mean[i], first[i], second[i], from[i]);
+      first[i] = static_cast<float>(part.first);
+      second[i] = static_cast<float>(part.second);
+    }
+  }
 #pragma unroll
   for (int i = 0; i < kVec; ++i) {
     parts[0][threadIdx.x * kVec + i] = first[i];
@@ -237,7 +240,6 @@ __global__ void __launch_bounds__(kThreads, 2) reduce_columns_kernel(const Batch
   __syncthreads();
   const int width = lanes * kVec;
   if (threadIdx.x >= width || place.first + threadIdx.x >= cols) return;
-  const int each = num_rows / place.groups, more = num_rows % place.groups;
   double sum = 0.0, of_second = 0.0;
   for (int g = 0; g < place.groups; ++g) {
     const float part = parts[0][g * width + threadIdx.x];
@@ -248,10 +250,6 @@ __global__ void __launch_bounds__(kThreads, 2) reduce_columns_kernel(const Batch
     const double apart = parts[0][g * width + threadIdx.x] - sum;
     of_second += parts[1][g * width + threadIdx.x];
     if (kStats) of_second += static_cast<double>(each + (g < more)) * apart * apart;
-  }
-  if (kStats) {
-    const int64_t col = place.first + threadIdx.x;
-    sum -= batch_norm_pivot(p, p.s == 1 ? col : col / p.s);
   }
   float* out = p.workspace + line * 2 * cols + place.first + threadIdx.x;
   out[0] = static_cast<float>(sum);
@@ -271,10 +269,11 @@ __global__ void __launch_bounds__(kThreads) reduce_rows_kernel(const BatchNorm p
   int64_t place = p.split.begin(line) + threadIdx.x;
   int64_t row = place / vectors, vec = place - row * vectors;
   const BatchNormChannel at = kStats ? BatchNormChannel{} : batch_norm_channel<T>(p, channel, 0.0f);
-  float mean[kVec], scale[kVec], shift[kVec];
+  float mean[kVec], scale[kVec], shift[kVec];  // of statistics the mean is the pivot
 #pragma unroll
   for (int i = 0; i < kVec; ++i) mean[i] = at.mean, scale[i] = at.scale, shift[i] = at.shift;
-  float first[kVec] = {}, second[kVec] = {}, count = 0.0f;
+  float first[kVec] = {}, second[kVec] = {};
+  int64_t count = 0;
   while (place < end) {
     Vec8<T> x[kCount], dy[kCount], z[kCount];
     int n[kCount], present = 0;
@@ -293,52 +292,43 @@ __global__ void __launch_bounds__(kThreads) reduce_rows_kernel(const BatchNorm p
       vec += vec_step;
       if (vec >= vectors) vec -= vectors, ++row;
     }
-    if (kStats) {
-      float sums[kVec] = {}, squares[kVec] = {}, sum = 0.0f, square = 0.0f;
+    if (kStats && count == 0) {
+      float sum = 0.0f;
 #pragma unroll
       for (int k = 0; k < kCount; ++k) {
         float values[kVec];
         unpack(x[k], values);
 #pragma unroll
-        for (int i = 0; i < kVec; ++i) sums[i] += values[i];
+        for (int i = 0; i < kVec; ++i) sum += values[i];
       }
 #pragma unroll
-      for (int i = 0; i < kVec; ++i) sum += sums[i];
-      const float elements = static_cast<float>(present), batch_mean = sum / elements;
+      for (int i = 0; i < kVec; ++i) mean[i] = sum / static_cast<float>(present);
+    }
+    count += present;
 #pragma unroll
-      for (int k = 0; k < kCount; ++k) {
-        float values[kVec];
-        unpack(x[k], values);
-#pragma unroll
-        for (int i = 0; i < kVec; ++i) {
-          const float apart = i < n[k] ? values[i] - batch_mean : 0.0f;
-          squares[i] = fmaf(apart, apart, squares[i]);
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) square += squares[i];
-      const float weight = elements / (count + elements);
-      add_batch(first[0], second[0], batch_mean, square, weight, count * weight);
-      count += elements;
-    } else {
-#pragma unroll
-      for (int k = 0; k < kCount; ++k) {
-        float values[kVec], grads[kVec];
-        unpack(x[k], values);
+    for (int k = 0; k < kCount; ++k) {
+      float values[kVec], grads[kVec];
+      unpack(x[k], values);
+      if (!kStats) {
         unpack(dy[k], grads);
         mask<kRelu>(z[k], p.z != nullptr, values, mean, scale, shift, grads);
+      }
 #pragma unroll
-        for (int i = 0; i < kVec; ++i) {
-          first[i] += grads[i];
-          second[i] = fmaf(grads[i], values[i] - at.mean, second[i]);
-        }
+      for (int i = 0; i < kVec; ++i) {
+        const float apart = i < n[k] ? values[i] - mean[i] : 0.0f;
+        const float factor = kStats ? apart : grads[i];
+        first[i] += factor;
+        second[i] = fmaf(factor, apart, second[i]);
       }
     }
   }
   let_next_kernel_start();
-  Part part{count, first[0], second[0]};
+  Part part{static_cast<double>(count), 0.0, 0.0};
 #pragma unroll
-  for (int i = 1; i < kVec; ++i) part.first += first[i], part.second += second[i];
+  for (int i = 0; i < kVec; ++i) part.first += first[i], part.second += second[i];
+  if (kStats)
+    part =
+        statistics_of(part.count, mean[0], part.first, part.second, batch_norm_pivot(p, channel));
   parts[threadIdx.x] = part;
   for (int half = kThreads / 2; half > 0; half /= 2) {
     __syncthreads();
@@ -346,7 +336,6 @@ __global__ void __launch_bounds__(kThreads) reduce_rows_kernel(const BatchNorm p
       parts[threadIdx.x] = merge<kStats>(parts[threadIdx.x], parts[threadIdx.x + half]);
   }
   if (threadIdx.x != 0) return;
-  if (kStats) parts[0].first -= batch_norm_pivot(p, channel);
   float* out = p.workspace + line * 2 * p.split.width + channel;
   out[0] = static_cast<float>(parts[0].first);
   out[p.split.width] = static_cast<float>(parts[0].second);

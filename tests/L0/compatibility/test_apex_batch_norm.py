@@ -55,9 +55,7 @@ def test_syncbn_of_two_ranks_channels_last(device, poison, dtype, with_z, relu):
     y = [syncbn.batchnorm_forward_c_last(part[0], part[1], *affine, relu) for part in parts]
     grads = [part[2] for part in parts]
     if relu:
-        grads = [
-            syncbn.relu_bw_c_last(part[2], part[0], part[1], *affine) for part in parts
-        ]
+        grads = [syncbn.relu_bw_c_last(part[2], part[0], part[1], *affine) for part in parts]
     sums = [
         syncbn.reduce_bn_c_last(grad, part[0], *affine[:3])
         for grad, part in zip(grads, parts, strict=True)
@@ -107,7 +105,12 @@ class Image:
         self.ret_cta = torch.zeros(8192, dtype=torch.uint8, device=device)
         self.magic = torch.tensor([254], dtype=torch.int32)
         buffer = torch.zeros(bnp.get_buffer_size(1), dtype=torch.uint8, device=device)
-        self.pointers = [bnp.get_data_ptr(buffer), bnp.get_remote_data_ptr(buffer, None), None, None]
+        self.pointers = [
+            bnp.get_data_ptr(buffer),
+            bnp.get_remote_data_ptr(buffer, None),
+            None,
+            None,
+        ]
 
     def tail(self):
         return (*self.pointers, 1, self.magic, bnp.bn_fwd_nhwc_occupancy(), 2, False)
@@ -153,9 +156,7 @@ def test_bnp_addrelu(device, dtype, layout):
     y = bnp.bn_addrelu_fwd_nhwc(given, residual, *head, *image.tail())
     dx, dz, dscale, dbias = bnp.bn_addrelu_bwd_nhwc(given, grad, *head, *image.tail())
     back = first if layout == "nhwc" else torch.Tensor.contiguous
-    as_good(
-        [back(y), back(dx), back(dz), dscale, dbias], (x, z, dy, weight, bias), True
-    )
+    as_good([back(y), back(dx), back(dz), dscale, dbias], (x, z, dy, weight, bias), True)
     evaluated = bnp.bn_addrelu_fwd_eval_nhwc(
         given, residual, weight, bias, *image.running, image.ret_cta, 1, MOMENTUM, EPS
     )
@@ -164,9 +165,7 @@ def test_bnp_addrelu(device, dtype, layout):
     )
     assert_same_bits(evaluated, (plain + residual.float()).relu().to(dtype))
     with pytest.raises(ValueError, match=r"bitmask must have 3360 bits or more, got 32"):
-        bnp.bn_addrelu_fwd_nhwc(
-            given, residual, *head[:6], bitmask[:1], *head[7:], *image.tail()
-        )
+        bnp.bn_addrelu_fwd_nhwc(given, residual, *head[:6], bitmask[:1], *head[7:], *image.tail())
 
 
 def test_bnp_refuses():
@@ -187,7 +186,9 @@ def test_apex_c(device):
     assert_same_bits(parts, tensors)
     parts[0].zero_()
     assert not flat[:12].any()
-    with pytest.raises(TypeError, match=r"tensors\[1\] must have dtype torch.float32, got torch.int64"):
+    with pytest.raises(
+        TypeError, match=r"tensors\[1\] must have dtype torch.float32, got torch.int64"
+    ):
         apex_C.flatten([tensors[0], tensors[0].long()])
     with pytest.raises(ValueError, match=r"flat must have shape \[18\], got \[17\]"):
         apex_C.unflatten(flat[1:], tensors)

@@ -25,7 +25,9 @@ def run(model, x, z=None, relu=False):
     """Result and gradients of a training step and an evaluation, in float64."""
     leaves = [None if t is None else t.detach().clone().requires_grad_() for t in (x, z)]
     y = model(leaves[0]) if z is None else model(*leaves)
-    (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view(y.shape).to(y.device)).sum().backward()
+    (
+        y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view(y.shape).to(y.device)
+    ).sum().backward()
     found = [y, *(t.grad for t in leaves if t is not None)]
     return [t.detach() for t in found] + [p.grad for p in model.parameters()]
 
@@ -88,7 +90,9 @@ def test_sync_batch_norm_refuses():
     norm = SyncBatchNorm(4)
     with pytest.raises(ValueError, match=r"input must have 2 dimensions or more, got \[4\]"):
         norm(torch.randn(4))
-    with pytest.raises(ValueError, match=r"more than 1 value per channel when training, got \[1, 4\]"):
+    with pytest.raises(
+        ValueError, match=r"more than 1 value per channel when training, got \[1, 4\]"
+    ):
         norm(torch.randn(1, 4))
     assert norm.eval()(torch.randn(1, 4)).shape == (1, 4)
     assert create_syncbn_process_group(0) is None
@@ -128,9 +132,13 @@ def test_group_batch_norms_alone(device, channels_last, with_z):
     )  # fmt: skip
     y = ours(lay(x), lay(z)) if with_z else ours(lay(x))
     right = (theirs(x) + z).relu() if with_z else theirs(x)
-    torch.testing.assert_close(y if channels_last else y.movedim(-1, 1), right, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        y if channels_last else y.movedim(-1, 1), right, rtol=1e-5, atol=1e-5
+    )
     other = GroupBatchNorm2d(8, 1).to(device)
-    torch.testing.assert_close(other(x), torch.nn.BatchNorm2d(8).to(device)(x), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        other(x), torch.nn.BatchNorm2d(8).to(device)(x), rtol=1e-5, atol=1e-5
+    )
     check(other.state_dict().values(), theirs.state_dict().values())
     with pytest.raises(ValueError, match="x must have 4 dimensions, got"):
         ours(x[0])

@@ -140,7 +140,9 @@ def test_options(each_two):
             for a, b in zip(found[name], found["plain"], strict=True):
                 torch.testing.assert_close(a, factor * b, rtol=1e-6, atol=1e-7)
         assert all(found["are views"])
-        assert found["again"].startswith("RuntimeError: DistributedDataParallel: allreduce_buffers[0]")
+        assert found["again"].startswith(
+            "RuntimeError: DistributedDataParallel: allreduce_buffers[0]"
+        )
 
 
 def held_back(rank):

@@ -7,9 +7,10 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from apex_te.compatibility.apex import apex_C
 from torch import distributed
 from torch.autograd import Variable
+
+from apex_te.compatibility.apex import apex_C
 
 flatten, unflatten = apex_C.flatten, apex_C.unflatten
 
@@ -303,9 +304,7 @@ class DistributedDataParallel(torch.nn.Module):
         grads = [p.grad for p in params if p.grad is not None]
         for g in grads:
             if g.layout is not torch.strided:
-                raise TypeError(
-                    f"DistributedDataParallel: gradients must be dense, got {g.layout}"
-                )
+                raise TypeError(f"DistributedDataParallel: gradients must be dense, got {g.layout}")
         flat = flatten(grads)
         sent = flat.float() if self.allreduce_always_fp32 else flat
         if self.gradient_predivide_factor != 1.0:

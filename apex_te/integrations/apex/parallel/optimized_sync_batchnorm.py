@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
-from apex_te.compatibility.apex._batch_norm import split_world
 from torch import distributed
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
+
+from apex_te.compatibility.apex._batch_norm import split_world
 
 from .optimized_sync_batchnorm_kernel import SyncBatchnormFunction
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import distributed
+from torch.autograd.function import once_differentiable
+
 from apex_te.compatibility.apex._batch_norm import (
     GroupStatistics,
     group_gradients,
     group_statistics,
 )
-from torch import distributed
-from torch.autograd.function import once_differentiable
-
 from apex_te.ops.batch_norm import batch_norm_fwd
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-from apex_te.compatibility.apex._batch_norm import neighbours
 from torch import distributed
+
+from apex_te.compatibility.apex._batch_norm import neighbours
 
 from ...parallel.optimized_sync_batchnorm import SyncBatchNorm
 
@@ -39,7 +40,9 @@ class GroupBatchNorm2d(SyncBatchNorm):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Normalises ``input``, in autocast's dtype where autocast is on."""
         if input.dim() != 4:
-            raise ValueError(f"GroupBatchNorm2d: input must have 4 dimensions, got {list(input.shape)}")
+            raise ValueError(
+                f"GroupBatchNorm2d: input must have 4 dimensions, got {list(input.shape)}"
+            )
         kind = input.device.type
         if torch.is_autocast_enabled(kind):
             input = input.to(torch.get_autocast_dtype(kind))

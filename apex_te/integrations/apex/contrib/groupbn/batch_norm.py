@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import torch
-from apex_te.compatibility.apex._batch_norm import neighbours
 from torch import distributed
+
+from apex_te.compatibility.apex._batch_norm import neighbours
 
 from ...parallel.optimized_sync_batchnorm import SyncBatchNorm
 
 
-class BatchNorm2d_NHWC(SyncBatchNorm):  # noqa: N801  apex's name
+class BatchNorm2d_NHWC(SyncBatchNorm):
     """Batch normalisation of [n, h, w, c], by the batches of a group of neighbouring ranks.
 
     Args:

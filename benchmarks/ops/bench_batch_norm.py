@@ -1,0 +1,115 @@
+"""batch_norm: bandwidth of its steps in both memory orders, and of whole forward and backward.
+
+Bytes counted, an element for 16-bit data: statistics 2 (read x), forward 4 (read x, write y), with
+residual and ReLU 6, sums 4 (read dy and x), backward 6 (read dy and x, write dx); a whole forward 6,
+a whole backward 10. The shapes are those of ResNet-50's layers with 256 images, and smaller ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import harness
+import torch
+from torch.nn import functional as F
+
+from apex_te.ops.batch_norm import (
+    batch_norm_bwd,
+    batch_norm_combine,
+    batch_norm_fwd,
+    batch_norm_reduce,
+    batch_norm_stats,
+)
+
+# [n, c, h, w]
+SHAPES = [
+    (256, 64, 112, 112), (256, 64, 56, 56), (256, 256, 56, 56), (256, 128, 28, 28),
+    (256, 512, 28, 28), (256, 1024, 14, 14), (256, 512, 7, 7), (256, 2048, 7, 7), (32, 256, 14, 14),
+    (2, 64, 512, 512),
+]  # fmt: skip
+EPS = 1e-5
+
+
+def images(shape: tuple[int, ...], memory: torch.memory_format, dtype: torch.dtype) -> torch.Tensor:
+    return harness.normal(*shape).to(dtype).contiguous(memory_format=memory)
+
+
+@harness.case(
+    "batch_norm", (torch.channels_last, torch.contiguous_format) * 2,
+    (torch.float16, torch.float16, torch.float32, torch.float32),
+)  # fmt: skip
+def rows(memory: torch.memory_format, dtype: torch.dtype) -> Iterator[harness.Row]:
+    layout = "channels_last" if memory is torch.channels_last else "channels first"
+    layout += "" if dtype is torch.float16 else " fp32"
+    for shape in SHAPES:
+        yield from of_shape(shape, layout, memory, dtype)
+
+
+def of_shape(
+    shape: tuple[int, ...], layout: str, memory: torch.memory_format, dtype: torch.dtype
+) -> Iterator[harness.Row]:
+    x, z, dy = (images(shape, memory, dtype) for _ in range(3))
+    name, size = f"{harness.text_of(shape)} {layout}", x.numel() * x.element_size()
+    weight, bias = torch.rand(shape[1]).cuda(), torch.randn(shape[1]).cuda()
+    count = torch.tensor([x.numel() // shape[1]], dtype=torch.int32).cuda()
+
+    def forward() -> torch.Tensor:
+        mean, var = batch_norm_stats(x)
+        stats = batch_norm_combine(mean[None], var[None], count, EPS)
+        return batch_norm_fwd(x, stats.mean, stats.inv_std, weight, bias)
+
+    mean, var = batch_norm_stats(x)
+    stats = batch_norm_combine(mean[None], var[None], count, EPS)
+    own = (stats.mean, stats.inv_std, weight)
+    sums = batch_norm_reduce(dy, x, *own, bias)
+
+    def backward() -> torch.Tensor:
+        found = batch_norm_reduce(dy, x, *own, bias)
+        return batch_norm_bwd(dy, x, *own, *found[:2], count)[0]
+
+    def with_residual(*given: torch.Tensor) -> torch.Tensor:
+        data, residual = given
+        normal = F.batch_norm(data, stats.mean, var, weight, bias, eps=EPS)
+        return (normal + residual).relu()
+
+    leaves = [t.detach().clone().requires_grad_() for t in (x, weight, bias)]
+    y = F.batch_norm(leaves[0], None, None, *leaves[1:], training=True, eps=EPS)
+    stat = torch.batch_norm_stats(x, EPS)
+    flags = (True, True, True)
+    steps = {
+        "stats": (1, lambda: batch_norm_stats(x), lambda: torch.batch_norm_stats(x, EPS)),
+        "fwd": (
+            2, lambda: batch_norm_fwd(x, *own, bias),
+            lambda: torch.batch_norm_elemt(x, weight, bias, *stat, EPS),
+        ),
+        "reduce": (
+            2, lambda: batch_norm_reduce(dy, x, *own, bias),
+            lambda: torch.batch_norm_backward_reduce(dy, x, *stat, weight, *flags),
+        ),
+        "bwd": (
+            3, lambda: batch_norm_bwd(dy, x, *own, *sums[:2], count),
+            lambda: torch.batch_norm_backward_elemt(dy, x, *stat, weight, *sums[:2], count),
+        ),
+        "whole fwd": (
+            3, forward,
+            lambda: F.batch_norm(x, None, None, weight, bias, training=True, eps=EPS),
+        ),
+        "whole bwd": (
+            5, backward, lambda: torch.autograd.grad(y, leaves, dy, retain_graph=True)
+        ),
+    }  # fmt: skip
+    for step, (passes, call, peer) in steps.items():
+        yield harness.measure(f"batch_norm {step}", name, passes * size, call, {"torch": peer})
+    yield harness.measure(
+        "batch_norm fwd with z and relu", name, 3 * size,
+        lambda: batch_norm_fwd(x, *own, bias, z=z, relu=True),
+        harness.formula_peers(with_residual, x, z),
+    )  # fmt: skip
+    for with_z, passes in ((False, 3), (True, 5)):
+        yield harness.measure(
+            "batch_norm bwd" + " with z" * with_z + " and relu", name, passes * size,
+            lambda: batch_norm_bwd(
+                dy, x, *own, *sums[:2], count, bias, z=z if with_z else None, relu=True,
+                with_dz=with_z,
+            ),
+        )  # fmt: skip
