@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .. import runtime
 from ..runtime.fp8_copies import Casts, keepers_of
-from ._narrow_state import Halves, StateList, state_list
+from ._narrow_state import StateList, state_list
 from ._sharded import local, placed, with_part
 
 MASTER = "master_param"
@@ -130,9 +130,10 @@ class Bucket:
         wrapped: ``(param, master)`` for each FP8 parameter, which ``finish`` copies the master to.
     """
 
-    __slots__ = ("_advanced", "_graded", "_kept_masters", "_kept_moments", "_listed", "_parted",
-                 "_parts", "_plain", "_sources", "_states", "_wide_masters", "device", "masters",
-                 "moments", "owners", "params", "sharded", "step", "wrapped")  # fmt: skip
+    __slots__ = ("_advanced", "_graded", "_has_remainders", "_kept_masters", "_kept_moments",
+                 "_listed", "_parted", "_parts", "_plain", "_sources", "_states", "_wide_masters",
+                 "device", "masters", "moments", "owners", "params", "sharded", "step",
+                 "wrapped")  # fmt: skip
 
     def __init__(
         self,
@@ -176,14 +177,14 @@ class Bucket:
         self.params = prepared(masters if self.wrapped else parts)
         self._kept_masters: StateList | None = None
         self._wide_masters: Any = None
-        if masters[0] is not None:
-            if masters[0].dtype is torch.int16:
-                self._kept_masters = Halves(list(self.params), prepared(masters))
-            else:
-                self._kept_masters = kept(MASTER, masters)
+        self._has_remainders = masters[0] is not None and masters[0].dtype is torch.int16
+        if masters[0] is not None and not self._has_remainders:
+            self._kept_masters = kept(MASTER, masters)
         whole = self._kept_masters
         is_given = whole is not None and whole.is_wide and not self.wrapped
         self.masters = whole.tensors if whole is not None and is_given else None
+        if self._has_remainders:
+            self.masters = prepared(masters)
         self._kept_moments = [kept(name, [local(s[name]) for s in states]) for name in names]
         self.moments = [moment.tensors for moment in self._kept_moments]
         self._parted: dict[tuple[int, ...], list[Any]] = {}  # of ``_lists_of``
@@ -276,7 +277,9 @@ class Bucket:
         """Returns ``(index, keeper, casts)`` of the parameters whose FP8 copies can be written."""
         found = [] if torch.compiler.is_compiling() else keepers_of(self.owners)
         states = [s for s in (*self._kept_moments, self._kept_masters) if s is not None]
-        if not found or self.wrapped or not all(state.is_wide for state in states):
+        if not found or self.wrapped or self._has_remainders:
+            return []
+        if not all(state.is_wide for state in states):
             return []
         kept = []
         lists = [t for t in (self.params, grads, *self.moments, self.masters) if t is not None]
@@ -337,7 +340,7 @@ class Bucket:
         kept = self._kept_masters
         if kept is not None and not kept.is_wide:
             self._wide_masters = kept.wide()
-            if self.wrapped or isinstance(kept, Halves):
+            if self.wrapped:
                 params = self._wide_masters
             else:
                 masters = self._wide_masters
@@ -407,7 +410,7 @@ def partition(
         kind = None if master is None else master.dtype
         key = (param.device, needs_copy(param), kind, type(step), count)
         narrow = any(state[name].dtype is not torch.float32 for name in names)
-        narrow = narrow or kind not in (None, torch.float32)
+        narrow = narrow or kind not in (None, torch.float32, torch.int16)
         size = sizes.get(key, 0) + param.numel()
         if narrow and key in together and size > WIDE_ELEMENTS:
             yield together.pop(key)

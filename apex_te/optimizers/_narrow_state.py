@@ -1,9 +1,9 @@
-"""Optimizer state in fewer bits than float32: rounded, scaled, or the low halves of numbers.
+"""Optimizer state in fewer bits than float32: rounded, scaled, or the rest of numbers' bits.
 
-An op updates float32 numbers. Each class here gives it float32 copies of a list of stored tensors,
-and stores them again afterwards. Storing what was not changed leaves the numbers as they are, so
-that a step that is skipped on the device, and training resumed from saved float32 numbers, are
-exact.
+An op updates float32 numbers, or bfloat16 parameters with the rest of their bits. Each class here
+gives it float32 copies of a list of other tensors, and stores them again afterwards. Storing what
+was not changed leaves the numbers as they are, so that a step that is skipped on the device, and
+training resumed from saved float32 numbers, are exact.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from ..ops import multi_tensor
 
 # Exponent of the power of two that stored magnitudes do not exceed, by dtype.
 SCALED = {torch.float16: 15, torch.float8_e4m3fn: 8}
-_NAN_HALF = 0x7FC0  # bfloat16's NaN
 
 
 def stored_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -51,7 +50,7 @@ class Rounded(Stored):
     """List of bfloat16 tensors, to which float32 numbers are rounded."""
 
     def wide(self) -> Any:
-        pieces = _pieces(self.tensors)[1]
+        pieces = _pieces(self.tensors)
         multi_tensor.scale(self.tensors, pieces, 1.0)
         return pieces
 
@@ -67,7 +66,7 @@ class Scaled(Stored):
         self.scales = scales
 
     def wide(self) -> Any:
-        pieces = _pieces(self.tensors)[1]
+        pieces = _pieces(self.tensors)
         for piece, stored, scale in zip(pieces, self.tensors, self.scales, strict=True):
             unscaled(stored, scale, piece)
         return pieces
@@ -85,55 +84,12 @@ class Scaled(Stored):
             stored.copy_(piece.mul_(inverses[i]))
 
 
-class Halves(Stored):
-    """List of float32 numbers, halves in contiguous bfloat16 parameters and in int16 remainders.
-
-    A number's bits are the parameter's times 2**16, plus the signed remainder: the parameter is the
-    number rounded to nearest, ties away from zero.
-    """
-
-    def __init__(self, params: Sequence[torch.Tensor], remainders: Any) -> None:
-        super().__init__(remainders)
-        self.params = params
-
-    def wide(self) -> Any:
-        flat, pieces = _pieces(self.tensors)
-        bits = flat.view(torch.int32)
-        numbers = [piece.view(torch.int32) for piece in pieces]
-        torch._foreach_copy_(numbers, self._high())
-        bits <<= 16
-        low, low_pieces = _pieces(self.tensors, torch.int32)
-        torch._foreach_copy_(low_pieces, list(self.tensors))
-        bits += low
-        return pieces
-
-    def store(self, wide: Any) -> None:
-        high, low = zip(*[_halves(piece) for piece in wide], strict=True)
-        torch._foreach_copy_(self._high(), list(high))
-        torch._foreach_copy_(list(self.tensors), list(low))
-
-    def _high(self) -> list[torch.Tensor]:
-        """Returns the bits of the parameters, wherever their memory is by now."""
-        return [param.detach().view(torch.int16) for param in self.params]
-
-
-def _pieces(
-    like: Any, dtype: torch.dtype = torch.float32
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Returns 4-byte zeros [n], and views in the shapes of ``like``, aligned to 16 bytes."""
+def _pieces(like: Any) -> list[torch.Tensor]:
+    """Returns float32 zeros in the shapes of ``like``, parts of one tensor, aligned to 16 bytes."""
     sizes = [-(-t.numel() // 4) * 4 for t in like]
-    flat = torch.zeros(sum(sizes), dtype=dtype, device=like[0].device)
+    flat = torch.zeros(sum(sizes), dtype=torch.float32, device=like[0].device)
     parts = zip(flat.split(sizes), like, strict=True)
-    return flat, [piece[: t.numel()].view(t.shape) for piece, t in parts]
-
-
-def _halves(number: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the bits of the rounded bfloat16 number and the remainder, both int16."""
-    bits = number.view(torch.int32)
-    is_nan = number != number
-    high = ((bits + 0x8000) >> 16).masked_fill_(is_nan, _NAN_HALF)
-    low = ((bits << 16) >> 16).masked_fill_(is_nan, 0)
-    return high.to(torch.int16), low.to(torch.int16)
+    return [piece[: t.numel()].view(t.shape) for piece, t in parts]
 
 
 def state_list(tensors: Any, scales: Sequence[torch.Tensor] | None) -> StateList:

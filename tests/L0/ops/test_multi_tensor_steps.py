@@ -225,6 +225,37 @@ def test_adam_with_remainders_is_adam_on_float32(device):
             torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
 
+def _kept_by_a_step(params, rest):
+    """Steps weights in two halves by 0; returns the joined numbers."""
+    zeros = [[torch.zeros_like(p, dtype=torch.float32)] for p in params for _ in range(3)]
+    op.adam(params, *zeros, masters=rest, step=1, lr=0.0)
+    high = params[0].view(torch.int16).to(torch.int32) << 16
+    return (high + rest[0]).view(torch.float32)
+
+
+def test_every_remainder_comes_back(device):
+    """Ties, both signs, the largest numbers, infinities and NaN."""
+    low = torch.arange(0, 1 << 16, 7, dtype=torch.int64)
+    low = torch.cat((low, torch.tensor([0x7FFF, 0x8000, 0x8001, 0xFFFF])))
+    for high in (0x0000, 0x3F80, 0xBF80, 0x7F7E, 0xFF7E, 0x0001, 0x8001):
+        bits = (high << 16) + low
+        bits = torch.where(bits >= 2**31, bits - 2**32, bits).to(torch.int32)
+        param = ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16).to(device)
+        rest = ((bits << 16) >> 16).to(torch.int16).to(device)
+        number = bits.view(torch.float32)
+        assert torch.equal(_kept_by_a_step([param], [rest]).cpu(), number)
+        error = (param.cpu().double() - number.double()).abs()
+        assert (error <= (number.bfloat16().double() - number.double()).abs()).all()
+    special = torch.tensor([math.inf, -math.inf, math.nan, -math.nan, 3.4028e38], device=device)
+    bits = special.view(torch.int32)
+    param = ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
+    rest = ((bits << 16) >> 16).to(torch.int16)
+    kept = _kept_by_a_step([param], [rest])
+    torch.testing.assert_close(kept, special, rtol=0, atol=0, equal_nan=True)
+    assert param[:2].tolist() == [math.inf, -math.inf]
+    assert param[2:4].isnan().all()
+
+
 @pytest.mark.parametrize("adamw", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_lamb_in_two_parts_is_lamb(device, dtype, adamw):

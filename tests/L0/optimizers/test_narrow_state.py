@@ -167,31 +167,6 @@ def test_remainders_make_the_master_weights(device, more):
     assert optimizer.master_weight(ours[0]) is None
 
 
-def test_every_remainder_comes_back():
-    """Ties, both signs, the largest numbers, infinities and NaN."""
-    from apex_te.optimizers._narrow_state import Halves
-
-    low = torch.arange(0, 1 << 16, 7, dtype=torch.int64)
-    low = torch.cat((low, torch.tensor([0x7FFF, 0x8000, 0x8001, 0xFFFF])))
-    for high in (0x0000, 0x3F80, 0xBF80, 0x7F7E, 0xFF7E, 0x0001, 0x8001):
-        bits = (high << 16) + low
-        number = torch.where(bits >= 2**31, bits - 2**32, bits).to(torch.int32).view(torch.float32)
-        param = torch.zeros(len(low), dtype=torch.bfloat16)
-        remainder = torch.zeros(len(low), dtype=torch.int16)
-        halves = Halves([param], [remainder])
-        halves.store([number.clone()])
-        assert_same_bits(halves.wide()[0], number)
-        error = (param.double() - number.double()).abs()
-        assert (error <= (number.bfloat16().double() - number.double()).abs()).all()
-    special = torch.tensor([float("inf"), -float("inf"), float("nan"), -float("nan"), 3.4028e38])
-    param, remainder = torch.zeros(5, dtype=torch.bfloat16), torch.zeros(5, dtype=torch.int16)
-    halves = Halves([param], [remainder])
-    halves.store([special.clone()])
-    torch.testing.assert_close(halves.wide()[0], special, rtol=0, atol=0, equal_nan=True)
-    assert param[:2].tolist() == [float("inf"), -float("inf")]
-    assert param[2:4].isnan().all()
-
-
 def test_whole_and_half_master_weights_load_into_each_other():
     params = make_params("cpu", torch.bfloat16)
     optimizer = FusedAdam(params, lr=0.1, master_weights=True, store_param_remainders=True)
