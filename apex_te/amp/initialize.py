@@ -131,7 +131,9 @@ def _as_models(models: Any) -> list[torch.nn.Module]:
                 f"amp.initialize: models must be torch.nn.Module objects, got "
                 f"{type(model).__name__}"
             )
-        if isinstance(model, (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)):
+        wrappers = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
+        # apex's has the name of torch's.
+        if isinstance(model, wrappers) or type(model).__name__ == "DistributedDataParallel":
             raise ValueError(
                 "amp.initialize: models must be wrapped for data parallelism afterwards, got "
                 f"{type(model).__name__}"

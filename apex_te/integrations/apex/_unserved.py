@@ -11,13 +11,9 @@ from typing import Any
 from ..transformer_engine._names import not_served
 
 _PACKAGE = __name__.rpartition(".")[0]
-_INTERNAL = "use the public names of its package"
 # Reasons, each with the modules it is for; modules that are files of this package take precedence.
 _TABLE = {
     "torch.nn has RNN, LSTM and GRU": "RNN RNN.RNNBackend RNN.cells RNN.models",
-    "use apex.contrib.groupbn.BatchNorm2d_NHWC or torch.nn.SyncBatchNorm": (
-        "contrib.cudnn_gbn contrib.cudnn_gbn.batch_norm"
-    ),
     "use torch.cuda.gds": "contrib.gpu_direct_storage",
     "use torch.nn.functional.scaled_dot_product_attention and torch.compile": (
         "contrib.openfold_triton contrib.openfold_triton.mha"
@@ -31,25 +27,14 @@ _TABLE = {
         "contrib.torchsched.inductor contrib.torchsched.ops contrib.torchsched.passes"
     ),
     "use torch.distributed and torchrun": (
-        "transformer._ucc_util transformer.testing transformer.testing.arguments "
-        "transformer.testing.commons transformer.testing.distributed_test_base "
+        "transformer._ucc_util transformer.testing.arguments transformer.testing.commons "
         "transformer.testing.global_vars transformer.testing.standalone_bert "
         "transformer.testing.standalone_gpt transformer.testing.standalone_transformer_lm"
     ),
-    _INTERNAL: (
+    "use the public names of its package": (
         "amp.__version__ amp._initialize amp._process_optimizer amp.compat amp.rnn_compat "
-        "amp.utils amp.wrap contrib.multihead_attn.encdec_multihead_attn_func "
-        "contrib.multihead_attn.fast_encdec_multihead_attn_func "
-        "contrib.multihead_attn.fast_encdec_multihead_attn_norm_add_func "
-        "contrib.multihead_attn.fast_self_multihead_attn_func "
-        "contrib.multihead_attn.fast_self_multihead_attn_norm_add_func "
-        "contrib.multihead_attn.mask_softmax_dropout_func "
-        "contrib.multihead_attn.self_multihead_attn_func contrib.sparsity.permutation_lib "
-        "contrib.sparsity.permutation_search_kernels contrib.sparsity.sparse_masklib "
-        "contrib.transducer._transducer_ref parallel.optimized_sync_batchnorm "
-        "parallel.optimized_sync_batchnorm_kernel parallel.sync_batchnorm "
-        "parallel.sync_batchnorm_kernel transformer.log_util transformer.pipeline_parallel._timers "
-        "transformer.tensor_parallel.memory transformer.utils"
+        "amp.utils amp.wrap contrib.sparsity.permutation_search_kernels "
+        "contrib.transducer._transducer_ref parallel.sync_batchnorm_kernel"
     ),
 }
 REASONS = {name: reason for reason, names in _TABLE.items() for name in names.split()}

@@ -299,6 +299,12 @@ def test_a_wrapper_of_a_fused_optimizer_needs_no_master_weights(device):
     assert amp.initialize(model, larc, opt_level="O1", verbosity=0)[1] is larc
 
 
+def test_models_are_wrapped_for_data_parallelism_afterwards(device):
+    wrapper = type("DistributedDataParallel", (torch.nn.Sequential,), {})
+    with pytest.raises(ValueError, match="models must be wrapped for data parallelism afterwards"):
+        amp.initialize(wrapper(torch.nn.Linear(8, 4).to(device)), verbosity=0)
+
+
 def test_loss_scaler_of_its_own():
     scaler = LossScaler("dynamic", init_scale=2.0**8, scale_window=2, max_loss_scale=2.0**9)
     for found, expected in ((0, 2.0**8), (0, 2.0**9), (0, 2.0**9), (1, 2.0**8)):
