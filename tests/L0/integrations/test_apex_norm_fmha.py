@@ -77,14 +77,14 @@ def test_fmha(device, lengths, dtype):
     assert y.shape == (tokens, 64)
     actual = [y, torch.autograd.grad(y, leaf, dy.to(device))[0]]
     results = []
-    for wide in (torch.float64, dtype):
-        x = qkv.to(wide).requires_grad_()
+    for wide, where in ((torch.float64, "cpu"), (dtype, device)):
+        x = qkv.to(where, wide).requires_grad_()
         parts = []
         for part in x.view(tokens, 3, 4, 16).split(lengths):
             q, k, v = part.permute(1, 2, 0, 3)
             parts.append((torch.softmax(q @ k.mT / 4, -1) @ v).transpose(0, 1).flatten(1))
         out = torch.cat(parts)
-        results.append([out.detach(), torch.autograd.grad(out, x, dy.to(wide))[0]])
+        results.append([out.detach(), torch.autograd.grad(out, x, dy.to(where, wide))[0]])
     for a, exact, same in zip(actual, *results, strict=True):
         assert_as_good_as_torch(a, exact, same)
 
