@@ -37,8 +37,8 @@ def focal_loss(
         target: class of each row, [...] int64. Rows of -2 are ignored; those of -1, or of another
             value outside the classes, have only background.
         num_positives: divides the loss, one float32 element.
-        num_classes: classes in front of ``logits``; columns behind them are padding, which has no
-            loss and gradient 0. None is C.
+        num_classes: number of classes, None for C; later columns of ``logits`` are padding, which
+            has no loss and gradient 0.
         alpha: weight of the target's class.
         gamma: exponent, at least 0.
         label_smoothing: in [0, 1]; half of it is the label of the background, and 1 less half of it
@@ -177,12 +177,12 @@ class FocalLossFunction(OpFunction):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        *inputs, loss = ctx.saved_tensors
+        logits, target, count, loss = ctx.saved_tensors
         grad = grad_count = None
         if ctx.needs_input_grad[0]:
-            grad = focal_loss_bwd(*inputs, grad_output.contiguous(), *ctx.options)
+            grad = focal_loss_bwd(logits, target, count, grad_output.contiguous(), *ctx.options)
         if ctx.needs_input_grad[2]:
-            grad_count = -grad_output * loss / inputs[2]
+            grad_count = -grad_output * loss / count
         return grad, None, grad_count, None, None, None, None
 
 

@@ -31,9 +31,9 @@ def transducer_joint(
 ) -> torch.Tensor:
     """Computes ``dropout(relu(f[:, :, None] + g[:, None]), p)``, differentiably.
 
-    A sample's cells behind its lengths are -1 and have no gradient; with ``batch_offset`` the
-    result has only the rows of the others, sample by sample, of which row ``t * g_len + u`` is the
-    sum of frame t and place u. Sums are in float32 and rounded once; dropout draws as in
+    A sample's cells behind its lengths are -1 and have no gradient. With ``batch_offset`` the
+    result has only the rows of the others, sample by sample: a sample's row ``t * g_len + u`` is
+    the sum of frame t and place u. Sums are in float32 and rounded once; dropout draws as in
     ``bias_dropout_add``. Backward keeps a byte for each element where there is ReLU or dropout.
 
     Args:

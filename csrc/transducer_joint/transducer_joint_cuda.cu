@@ -261,13 +261,13 @@ void launch_bwd(const TransducerJoint& p, cudaStream_t stream) {
 }
 
 template <typename T, bool kAligned>
-void launch(const TransducerJoint& p, cudaStream_t stream) {
-  if (p.df) return launch_bwd<T, kAligned>(p, stream);
+void launch(const TransducerJoint& p, bool is_bwd, cudaStream_t stream) {
+  if (is_bwd) return launch_bwd<T, kAligned>(p, stream);
   if (p.cols <= 8 * kVec) return launch_fwd<T, 8, kAligned>(p, stream);
   launch_fwd<T, 32, kAligned>(p, stream);
 }
 
-void run(const TransducerJoint& p, cudaStream_t stream) {
+void run(const TransducerJoint& p, bool is_bwd, cudaStream_t stream) {
   bool aligned = p.cols % kVec == 0;
   for (const void* each :
        {p.f, p.g, p.grad, static_cast<const void*>(p.out), static_cast<const void*>(p.df),
@@ -276,7 +276,7 @@ void run(const TransducerJoint& p, cudaStream_t stream) {
     aligned = aligned && is_aligned(each, 16);
   with_dtype(p.dtype, [&](auto zero) {
     using T = decltype(zero);
-    aligned ? launch<T, true>(p, stream) : launch<T, false>(p, stream);
+    aligned ? launch<T, true>(p, is_bwd, stream) : launch<T, false>(p, is_bwd, stream);
   });
 }
 
@@ -288,7 +288,7 @@ APEX_TE_DEFINE(transducer_joint_fwd) {
   const TransducerJoint p = check_transducer_joint_fwd(args);
   if (p.cells.batch * p.cells.frames * p.cells.places * p.cols == 0) return;
   const DeviceGuard guard(args.device_id());
-  run(p, static_cast<cudaStream_t>(args.stream()));
+  run(p, false, static_cast<cudaStream_t>(args.stream()));
 }
 
 APEX_TE_DEFINE(transducer_joint_bwd) {
@@ -296,5 +296,5 @@ APEX_TE_DEFINE(transducer_joint_bwd) {
   const TransducerJoint p = check_transducer_joint_bwd(args);
   if (p.cells.batch * p.cols == 0) return;
   const DeviceGuard guard(args.device_id());
-  run(p, static_cast<cudaStream_t>(args.stream()));
+  run(p, true, static_cast<cudaStream_t>(args.stream()));
 }

@@ -81,15 +81,13 @@ class TransducerJoint(torch.nn.Module):
         seed = None
         if 0.0 < p < 1.0:
             seed = torch.randint(0, 2**63 - 1, (1,), device=f.device)
-        options = {"relu": self.relu, "p": p, "seed": seed}
+        args = f, g, f_len, g_len, offset, packed_batch
         if self.mask_probe is not None:
             with torch.no_grad():
-                _, mask = joint.transducer_joint_fwd(
-                    f, g, f_len, g_len, offset, packed_batch, **options
-                )
+                _, mask = joint.transducer_joint_fwd(*args, relu=self.relu, p=p, seed=seed)
             assert mask is not None
             self.mask_probe.append(mask)
-        return joint.transducer_joint(f, g, f_len, g_len, offset, packed_batch, **options)
+        return joint.transducer_joint(*args, relu=self.relu, p=p, seed=seed)
 
 
 class TransducerLoss(torch.nn.Module):
