@@ -263,9 +263,10 @@ def batch_norm_relu_bwd(
 
 
 class _Layout:
-    """How ``x`` and tensors of its shape lie as contiguous [n, c, s]; channels-last data have s = 1.
+    """View of ``x`` and tensors of its shape as contiguous [n, c, s].
 
-    Channels-first tensors in channels-last memory are taken, and given, as they lie.
+    Channels-last data have s = 1; channels-first tensors in channels-last memory are taken, and
+    given, as they lie.
     """
 
     def __init__(self, owner: str, x: torch.Tensor, channels_last: bool) -> None:

@@ -114,7 +114,7 @@ def group_gradients(
     elif group is not None:
         distributed.all_reduce(both, group=group)
     dx, dz = batch_norm_bwd(
-        dy, x, mean, inv_std, weight, *both, counts, bias, z=z, relu=relu,
+        dy, x, mean, inv_std, weight, both[0], both[1], counts, bias, z=z, relu=relu,
         with_dz=with_dz and relu, channels_last=channels_last,
     )  # fmt: skip
     return GroupGradients(dx, dz if relu or not with_dz else dy, sums.dweight, sums.dbias)

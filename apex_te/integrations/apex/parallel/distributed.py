@@ -89,9 +89,9 @@ class Reducer:
 
 
 class _Reduction(NamedTuple):
-    """A bucket on its way: what is reduced, as which the gradients lie, and of which parameters."""
+    """A bucket on its way: what is reduced, the flat gradients, and their parameters."""
 
-    index: int
+    place: int
     sent: torch.Tensor
     flat: torch.Tensor
     params: list[torch.nn.Parameter]
@@ -102,8 +102,8 @@ class DistributedDataParallel(torch.nn.Module):
     """Averages a module's gradients over all ranks in buckets, each as soon as it is complete.
 
     Parameters become those of rank 0; buffers do not. The first backward records the order in which
-    gradients arrive and reduces them at its end; from then on buckets, filled in rank 0's order, are
-    reduced while backward runs. Every parameter that requires a gradient must get one in each
+    gradients arrive and reduces them at its end; from then on buckets, filled in rank 0's order,
+    are reduced while backward runs. Every parameter that requires a gradient must get one in each
     backward, unless ``delay_allreduce``.
 
     Args:
@@ -113,8 +113,8 @@ class DistributedDataParallel(torch.nn.Module):
         shared_param: no longer used; must be None.
         allreduce_trigger_params: parameters whose gradients complete a bucket, instead of
             ``message_size``.
-        retain_allreduce_buffers: True to keep the reduced buckets in ``allreduce_buffers``, of which
-            the gradients become views.
+        retain_allreduce_buffers: True to keep the reduced buckets in ``allreduce_buffers``; the
+            gradients become views of them.
         allreduce_always_fp32: True to reduce 16-bit gradients in float32.
         num_allreduce_streams: not read, as reductions run beside backward anyway.
         allreduce_communicators: (process groups, streams); buckets take the groups in turn.
@@ -154,7 +154,8 @@ class DistributedDataParallel(torch.nn.Module):
         owner = "DistributedDataParallel"
         if shared_param is not None:
             raise ValueError(
-                f"{owner}: shared_param must be None, got {shared_param!r}; use delay_allreduce=True"
+                f"{owner}: shared_param must be None, got {shared_param!r}; "
+                "use delay_allreduce=True"
             )
         if allreduce_trigger_params and delay_allreduce:
             raise ValueError(
@@ -315,7 +316,7 @@ class DistributedDataParallel(torch.nn.Module):
 
     def _finish(self, reduction: _Reduction) -> None:
         """Waits for a bucket, on the stream, and makes its parameters' gradients of it."""
-        index, sent, flat, params, work = reduction
+        place, sent, flat, params, work = reduction
         work.wait()
         if self.gradient_average:
             sent.mul_(self.gradient_predivide_factor / distributed.get_world_size())
@@ -326,12 +327,12 @@ class DistributedDataParallel(torch.nn.Module):
         if not self.retain_allreduce_buffers:
             torch._foreach_copy_(grads, parts)
             return
-        if self.allreduce_buffers[index] is not None:
+        if self.allreduce_buffers[place] is not None:
             raise RuntimeError(
-                f"DistributedDataParallel: allreduce_buffers[{index}] must be None before backward, "
-                "got a buffer; call forward between two backward passes"
+                f"DistributedDataParallel: allreduce_buffers[{place}] must be None before "
+                "backward, got a buffer; call forward between two backward passes"
             )
-        self.allreduce_buffers[index] = flat
+        self.allreduce_buffers[place] = flat
         for grad, part in zip(grads, parts, strict=True):
             grad.data = part
 

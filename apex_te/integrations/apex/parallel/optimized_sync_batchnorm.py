@@ -65,8 +65,8 @@ class SyncBatchNorm(_BatchNorm):
         if self.training and self.track_running_stats:
             assert self.num_batches_tracked is not None
             self.num_batches_tracked.add_(1)
-            plain = self.momentum is None
-            factor = 1.0 / float(self.num_batches_tracked) if plain else self.momentum
+            count = self.num_batches_tracked
+            factor = 1.0 / float(count) if self.momentum is None else self.momentum
         updates = self.training and self.track_running_stats
         by_batch = self.training or not self.track_running_stats
         running = (self.running_mean, self.running_var) if updates or not by_batch else (None, None)

@@ -31,7 +31,7 @@ class SyncBatchnormFunction(torch.autograd.Function):
         eps: float,
         track_running_stats: bool = False,
         momentum: float = 1.0,
-        process_group: distributed.ProcessGroup | None = None,
+        process_group: Any = None,
         channel_last: bool = False,
         fuse_relu: bool = False,
     ) -> torch.Tensor:
@@ -74,7 +74,7 @@ class SyncBatchnormFunction(torch.autograd.Function):
         return (grads.dx, grads.dz, grads.dweight, grads.dbias, *[None] * 8)
 
 
-def _exchanging(group: distributed.ProcessGroup | None) -> distributed.ProcessGroup | None:
+def _exchanging(group: Any) -> distributed.ProcessGroup | None:
     """Returns the group with which statistics are exchanged, None for a rank alone."""
     is_alone = group is distributed.GroupMember.NON_GROUP_MEMBER
     if is_alone or not (distributed.is_available() and distributed.is_initialized()):

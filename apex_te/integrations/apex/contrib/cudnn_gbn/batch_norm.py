@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import distributed
 
@@ -33,12 +35,12 @@ class GroupBatchNorm2d(SyncBatchNorm):
         track_running_stats: bool = True,
     ) -> None:
         group = neighbours("GroupBatchNorm2d: group_size", group_size)
-        alone = distributed.GroupMember.NON_GROUP_MEMBER
+        alone: Any = distributed.GroupMember.NON_GROUP_MEMBER
         super().__init__(num_features, eps, momentum, affine, track_running_stats, group or alone)
         self.group_size = group_size
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Normalises ``input``, in autocast's dtype where autocast is on."""
+    def forward(self, input: torch.Tensor, z: torch.Tensor | None = None) -> torch.Tensor:
+        """Normalises ``input``, in autocast's dtype where autocast is on, and adds ``z``."""
         if input.dim() != 4:
             raise ValueError(
                 f"GroupBatchNorm2d: input must have 4 dimensions, got {list(input.shape)}"
@@ -46,4 +48,4 @@ class GroupBatchNorm2d(SyncBatchNorm):
         kind = input.device.type
         if torch.is_autocast_enabled(kind):
             input = input.to(torch.get_autocast_dtype(kind))
-        return super().forward(input.contiguous(memory_format=torch.channels_last))
+        return super().forward(input.contiguous(memory_format=torch.channels_last), z)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import distributed
 
@@ -35,9 +37,10 @@ class BatchNorm2d_NHWC(SyncBatchNorm):
         cta_launch_margin: int = 12,
         multi_stream: bool = False,
     ) -> None:
+        alone: Any = distributed.GroupMember.NON_GROUP_MEMBER
         group = neighbours("BatchNorm2d_NHWC: bn_group", bn_group)
         super().__init__(
-            num_features, process_group=group or distributed.GroupMember.NON_GROUP_MEMBER,
+            num_features, process_group=group or alone,
             channel_last=not torch_channels_last, fuse_relu=fuse_relu,
         )  # fmt: skip
         self.bn_group = bn_group
