@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
 
 import torch
 
@@ -124,19 +123,3 @@ def clip_factor(norm: torch.Tensor, max_norm: float | torch.Tensor) -> torch.Ten
 def scalar(value: float, like: torch.Tensor) -> torch.Tensor:
     """Returns a float32 tensor ``[1]`` that holds ``value``, on the device of ``like``."""
     return torch.full((1,), value, dtype=torch.float32, device=like.device)
-
-
-def not_served(function: str, reason: str) -> Any:
-    """Returns a function that always raises NotImplementedError, for one that apex_te lacks.
-
-    Args:
-        function: apex's name, such as "amp_C.multi_tensor_lars".
-        reason: text for the error.
-    """
-
-    def call(*args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError(f"{function}: not served by apex_te: {reason}; see docs/apex.md")
-
-    call.__name__ = call.__qualname__ = function.rpartition(".")[2]
-    call.__doc__ = f"Raises NotImplementedError: {reason}."
-    return call

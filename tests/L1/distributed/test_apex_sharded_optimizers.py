@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from on_rank import recorded, told
+from on_rank import device_of, recorded, told
+from rank_sets import cases, ranks_of
 from torch import distributed, nn
 
 from apex_te.comm.collectives import REDUCE_SCATTER
@@ -15,11 +16,14 @@ ADAM = {"lr": 0.05, "weight_decay": 0.1, "betas": (0.9, 0.95)}
 SMALL = {"bucket_cap_mb": 0.002}  # four buckets
 
 
-def _params(dtype=torch.float32):
+WHERE = cases(lambda _: [()], (2, "gloo"), (4, "gloo"), (2, "nccl"))
+
+
+def _params(dtype=torch.float32, device="cpu"):
     torch.manual_seed(7)
     made = [torch.randn(shape) for shape in SHAPES]
     made[2] = made[2].contiguous(memory_format=torch.channels_last)
-    return [nn.Parameter(p.to(dtype)) for p in made]
+    return [nn.Parameter(p.to(device, dtype)) for p in made]
 
 
 def _factors(rank, seed, dtype=torch.float32):
@@ -30,7 +34,7 @@ def _factors(rank, seed, dtype=torch.float32):
 
 def _backward(params, rank, seed, scale=1.0):
     factors = _factors(rank, seed, params[0].dtype)
-    loss = sum((p * c).sum() for p, c in zip(params, factors, strict=True))
+    loss = sum((p * c.to(p.device)).sum() for p, c in zip(params, factors, strict=True))
     (loss * scale).backward()
 
 
@@ -62,17 +66,17 @@ def _groups(params):
 
 def _same(params, weights):
     """Bits on two ranks, whose sums have one order; else rounding of sums."""
-    for p, w in zip(params, weights, strict=True):
+    for p, w in zip((p.detach().cpu() for p in params), weights, strict=True):
         wide = w.detach().to(p.dtype)
         if distributed.get_world_size() == 2:
             assert torch.equal(p, wide)
         else:
             tolerance = {"rtol": 2e-6, "atol": 1e-6} if p.dtype is torch.float32 else {}
-            torch.testing.assert_close(p.detach(), wide, **tolerance)
+            torch.testing.assert_close(p, wide, **tolerance)
 
 
 def _alike(params):
-    for p in params:
+    for p in (p for p in params if p.numel()):
         whole = [
             torch.empty_like(p.detach().contiguous()) for _ in range(distributed.get_world_size())
         ]
@@ -98,11 +102,12 @@ OPTIONS = {
 
 def _steps(rank, name):
     dtype, options = OPTIONS[name]
-    params = _params(dtype)
+    device = device_of(rank)
+    params = _params(dtype, device)
     if rank:  # the first rank's values count
         for p in params:
             p.data.zero_()
-    optimizer = DistributedFusedAdam(_groups(params), **ADAM, **options, device="cpu")
+    optimizer = DistributedFusedAdam(_groups(params), **ADAM, **options, device=device)
     batches = [[i] for i in range(STEPS)]
     weights, _ = _reference(_params(dtype), lambda p: FusedAdam(p, **ADAM), batches)
     for (seed,) in batches:
@@ -117,8 +122,10 @@ def _steps(rank, name):
     return sizes, used, len(optimizer._buckets)
 
 
+@pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("name", OPTIONS)
-def test_steps_are_those_of_one_rank(ranks, name):
+def test_steps_are_those_of_one_rank(all_ranks, name, where):
+    ranks = ranks_of(all_ranks, *where)
     for sizes, used, buckets in ranks.run(_steps, name):
         padding = 8 * (len(SHAPES) + buckets)
         assert all(size <= used / ranks.size + padding for size in sizes)
@@ -403,20 +410,18 @@ def _redundant(rank):
 
 
 def test_redundant_groups(all_ranks):
-    from rank_sets import ranks_of
-
     for text in ranks_of(all_ranks, 4, "gloo").run(_redundant):
         assert "must be given together" in text
 
 
 def _lamb(rank, dtype, max_norm):
     options = {"lr": 0.05, "weight_decay": 0.1, "eps": 1e-6}
-    params = _params(dtype)
+    params = _params(dtype, device_of(rank))
     optimizer = DistributedFusedLAMB(_groups(params), **options, max_grad_norm=max_norm)
     optimizer.set_global_scale(4.0)
     batches = [[0], [1, 2], [3]]
     weights, _ = _reference(
-        params, lambda p: FusedLAMB(p, **options, max_grad_norm=max_norm), batches
+        _params(dtype), lambda p: FusedLAMB(p, **options, max_grad_norm=max_norm), batches
     )
     for seeds in batches:
         optimizer.zero_grad()
@@ -427,14 +432,16 @@ def _lamb(rank, dtype, max_norm):
         optimizer.step()
     for p, w in zip(params, weights, strict=True):
         tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype is torch.float32 else {}
-        torch.testing.assert_close(p.detach(), w.detach().to(dtype), **tolerance)
+        torch.testing.assert_close(p.detach().cpu(), w.detach().to(dtype), **tolerance)
     _alike(params)
     return sum(b.state["exp_avg"].numel() for b in optimizer._buckets)
 
 
+@pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("max_norm", [0.0, 1.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_lamb(ranks, dtype, max_norm):
+def test_lamb(all_ranks, dtype, max_norm, where):
+    ranks = ranks_of(all_ranks, *where)
     sizes = ranks.run(_lamb, dtype, max_norm)
     used = sum(torch.Size(shape).numel() for shape in SHAPES)
     assert all(size < used / ranks.size + 100 for size in sizes)
