@@ -1,7 +1,5 @@
 """Models and training loops of the tests of apex.transformer, which ranks run in processes."""
 
-import os
-
 import torch
 from torch import distributed
 from torch.nn import functional
@@ -14,12 +12,18 @@ STEPS = 20
 VOCABULARY, HIDDEN, LENGTH, BATCH = 32, 16, 8, 4
 
 
-def join(rank, world, path):
-    """Begins a process over gloo."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+def join(rank, world, path, backend):
+    """Begins a process, over NCCL with a GPU of its own."""
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     torch.set_num_threads(1)
     method = f"file://{path}"
-    distributed.init_process_group("gloo", init_method=method, rank=rank, world_size=world)
+    distributed.init_process_group(backend, init_method=method, rank=rank, world_size=world)
+
+
+def device():
+    """Where a process has its tensors."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 class Block(torch.nn.Module):
@@ -56,7 +60,7 @@ class Block(torch.nn.Module):
 def train_tensor_parallel(sequence_parallel, fuses=False):
     """Losses of a training, and whole parameters by name."""
     torch.manual_seed(1)
-    model = Block(sequence_parallel)
+    model = Block(sequence_parallel).to(device())
     model.column.gradient_accumulation_fusion = fuses
     weight = model.column.weight
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
@@ -64,7 +68,7 @@ def train_tensor_parallel(sequence_parallel, fuses=False):
     losses = []
     for _ in range(STEPS):
         begin = torch.randint(VOCABULARY, (BATCH, 1), generator=data)
-        tokens = (begin + torch.arange(LENGTH)) % VOCABULARY
+        tokens = ((begin + torch.arange(LENGTH)) % VOCABULARY).to(device())
         optimizer.zero_grad()
         weight.main_grad = torch.zeros_like(weight) if fuses else None
         loss = model(tokens)
@@ -77,7 +81,8 @@ def train_tensor_parallel(sequence_parallel, fuses=False):
                 distributed.all_reduce(param.grad, group=group)
         optimizer.step()
         losses.append(loss.detach())
-    return torch.stack(losses), {name: whole(param) for name, param in model.named_parameters()}
+    params = {name: whole(param).cpu() for name, param in model.named_parameters()}
+    return torch.stack(losses).cpu(), params
 
 
 def whole(param):
@@ -155,7 +160,7 @@ def train_pipeline(layers, virtual=None, microbatches=4, wraps=False, scales=Fal
     losses = []
     for _ in range(STEPS):
         size = (2 * microbatches * replicas, HIDDEN)
-        x = torch.randn(size, generator=data).tanh()
+        x = torch.randn(size, generator=data).tanh().to(device())
         target = 0.5 * x
         if wraps:
             mine = slice(parallel_state.get_data_parallel_rank(), None, replicas)
@@ -181,5 +186,5 @@ def train_pipeline(layers, virtual=None, microbatches=4, wraps=False, scales=Fal
     losses += [each["loss"] for each in evaluated]
     named = {}
     for chunk in utils.unwrap_model(chunks):
-        named |= {name: param.detach() for name, param in chunk.named_parameters()}
-    return torch.stack(losses) if losses else None, named
+        named |= {name: param.detach().cpu() for name, param in chunk.named_parameters()}
+    return torch.stack(losses).cpu() if losses else None, named

@@ -2,6 +2,8 @@
 
 import functools
 import itertools
+import os
+from unittest import mock
 
 import apex_transformer_models as models
 import pytest
@@ -16,16 +18,18 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def _worker(rank, world, path, functions):
-    models.join(rank, world, f"{path}/store")
+def _worker(rank, world, path, functions, backend):
+    models.join(rank, world, f"{path}/store", backend)
     torch.save([function() for function in functions], f"{path}/{rank}.pt")
     distributed.barrier()
     distributed.destroy_process_group()
 
 
-def on_ranks(path, functions, world=2):
-    """What functions return on each rank, by function."""
-    mp.spawn(_worker, (world, str(path), functions), nprocs=world)
+def on_ranks(path, functions, world=2, backend="gloo"):
+    """What functions return on each rank, by function; over gloo without GPUs."""
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if backend == "gloo" else {}
+    with mock.patch.dict(os.environ, hidden):
+        mp.spawn(_worker, (world, str(path), functions, backend), nprocs=world)
     found = [torch.load(path / f"{rank}.pt", weights_only=False) for rank in range(world)]
     return dict(zip(functions, zip(*found, strict=True), strict=True))
 
@@ -116,6 +120,28 @@ def _three_stages():
         in_state(run, 1, 3),
         in_state(several, 1, 3, virtual_pipeline_model_parallel_size_=2),
     )
+
+
+def _split_over_gpus():
+    alone = in_state(functools.partial(models.train_pipeline, 4), 1, 1)
+    piped = in_state(functools.partial(models.train_pipeline, 4), 1, 2)
+    return alone, piped
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus(tmp_path):
+    """NCCL; the sums are those of the CPU test, which GPUs round otherwise with other shapes."""
+    found = on_ranks(tmp_path, [_tensor_parallel, _split_over_gpus], backend="nccl")
+    for (losses, params), split in found[_tensor_parallel]:
+        for other_losses, other_params in split:
+            torch.testing.assert_close(other_losses, losses, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(other_params, params, rtol=1e-3, atol=1e-4)
+    (losses, params), _ = found[_split_over_gpus][0]
+    stages = [each[1] for each in found[_split_over_gpus]]
+    torch.testing.assert_close(stages[-1][0], losses)
+    together = dict(itertools.chain(*(stage[1].items() for stage in stages)))
+    torch.testing.assert_close(together, params)
 
 
 @pytest.mark.long

@@ -1,26 +1,33 @@
-"""Layer norms whose parameters are marked for sequence parallelism, by the op ``layer_norm``."""
+"""apex's layer norms with their parameters marked for sequence parallelism.
+
+The training loop sums the gradients of parameters with ``sequence_parallel_enabled`` over ranks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch.nn import functional
 
-from .....ops.layer_norm import layer_norm
+from ...contrib.layer_norm import layer_norm as contrib
+from ...normalization import fused_layer_norm as normalization
+from ...normalization.fused_layer_norm import Shape
 
-Shape = int | Sequence[int]
+
+def _mark(module: torch.nn.Module, sequence_parallel_enabled: bool) -> None:
+    """Marks a norm and its parameters."""
+    for each in (module, *module.parameters()):
+        each.sequence_parallel_enabled = sequence_parallel_enabled  # type: ignore[assignment]
 
 
-class FusedLayerNorm(torch.nn.LayerNorm):
+class FusedLayerNorm(normalization.FusedLayerNorm):
     """Layer norm with the output in the input's dtype.
 
     Args:
-        normalized_shape: sizes of the last dimensions, which are normalized.
+        normalized_shape: shape of the normalised trailing dimensions, or the last one's size.
         eps: added to the variance.
-        elementwise_affine: has a weight and a bias.
-        sequence_parallel_enabled: marks both so, for the sum of their gradients over ranks, which
-            the training loop does.
+        elementwise_affine: False has no weight and bias.
+        sequence_parallel_enabled: marks both.
     """
 
     def __init__(
@@ -31,45 +38,42 @@ class FusedLayerNorm(torch.nn.LayerNorm):
         *,
         sequence_parallel_enabled: bool = False,
     ) -> None:
-        shape = [normalized_shape] if isinstance(normalized_shape, int) else list(normalized_shape)
-        super().__init__(shape, eps, elementwise_affine)
-        self.sequence_parallel_enabled = sequence_parallel_enabled
-        for param in self.parameters():
-            param.sequence_parallel_enabled = sequence_parallel_enabled  # type: ignore[attr-defined]
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Returns the normalized input [..., *normalized_shape]."""
-        weight, bias = self.weight, self.bias
-        if weight is None or len(self.normalized_shape) > 1 or input.dtype is torch.float64:
-            return functional.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
-        out = layer_norm(input, weight.to(input.dtype), bias.to(input.dtype), self.eps)
-        assert isinstance(out, torch.Tensor)  # there is no residual
-        return out
+        super().__init__(normalized_shape, eps, elementwise_affine)
+        _mark(self, sequence_parallel_enabled)
 
 
-class MixedFusedLayerNorm(FusedLayerNorm):
-    """Layer norm with the output in the weight's dtype; arguments as ``FusedLayerNorm``'s."""
-
-    def __init__(
-        self, normalized_shape: Shape, eps: float = 1e-5, *, sequence_parallel_enabled: bool = False
-    ) -> None:
-        super().__init__(normalized_shape, eps, sequence_parallel_enabled=sequence_parallel_enabled)
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Returns the normalized input [..., *normalized_shape], in the weight's dtype."""
-        return super().forward(input.float()).to(self.weight.dtype)
-
-
-class FastLayerNorm(FusedLayerNorm):
-    """Layer norm of one dimension, of any size.
+class MixedFusedLayerNorm(normalization.MixedFusedLayerNorm):
+    """Layer norm with the output in the weight's dtype; ``elementwise_affine`` must be True.
 
     Args:
-        hidden_size: its size.
+        normalized_shape: shape of the normalised trailing dimensions, or the last one's size.
         eps: added to the variance.
-        sequence_parallel_enabled: as in ``FusedLayerNorm``.
+        sequence_parallel_enabled: marks weight and bias.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: Shape,
+        eps: float = 1e-5,
+        *,
+        sequence_parallel_enabled: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(normalized_shape, eps, **kwargs)
+        _mark(self, sequence_parallel_enabled)
+
+
+class FastLayerNorm(contrib.FastLayerNorm):
+    """Layer norm of a hidden size.
+
+    Args:
+        hidden_size: size of the last dimension; any size.
+        eps: added to the variance.
+        sequence_parallel_enabled: marks weight and bias.
     """
 
     def __init__(
         self, hidden_size: int, eps: float = 1e-5, *, sequence_parallel_enabled: bool = False
     ) -> None:
-        super().__init__(hidden_size, eps, sequence_parallel_enabled=sequence_parallel_enabled)
+        super().__init__(hidden_size, eps)
+        _mark(self, sequence_parallel_enabled)
