@@ -118,26 +118,31 @@ __global__ void __launch_bounds__(kSumThreads) sum_kernel(const FocalLoss p) {
   if (threadIdx.x == 0) *p.loss = static_cast<float>(sums[0] / *p.num_positives);
 }
 
+// A thread has loads of 16 bytes that neighbours continue, of either size of element.
 template <typename T>
 __global__ void __launch_bounds__(kThreads) scale_kernel(const FocalLoss p, bool aligned) {
-  T* grad = static_cast<T*>(p.grad);
-  const int64_t first = int64_t{blockIdx.x} * kTile + threadIdx.x * kVec, numel = p.numel();
-  Vec8<T> x[kSteps];
-#pragma unroll
-  for (int k = 0; k < kSteps; ++k) {
-    const int64_t i = first + k * kThreads * kVec;
-    x[k] = load(grad + i, numel - i, aligned);
-  }
+  constexpr int kPer = 16 / sizeof(T), kLoads = kTile / kPer / kThreads;
+  const int64_t begin = int64_t{blockIdx.x} * kTile, left = p.numel() - begin;
+  T* grad = static_cast<T*>(p.grad) + begin;
   const float factor = p.factor();
+  if (!aligned || left < kTile) {
+    for (int i = threadIdx.x; i < kTile && i < left; i += kThreads)
+      grad[i] = from_float<T>(to_float(grad[i]) * factor);
+    return;
+  }
+  uint4* vectors = reinterpret_cast<uint4*>(grad) + threadIdx.x;
+  union {
+    uint4 words;
+    T values[kPer];
+  } x[kLoads];
 #pragma unroll
-  for (int k = 0; k < kSteps; ++k) {
-    const int64_t i = first + k * kThreads * kVec;
-    float values[kVec];
-    unpack(x[k], values);
+  for (int k = 0; k < kLoads; ++k) x[k].words = vectors[k * kThreads];
 #pragma unroll
-    for (int j = 0; j < kVec; ++j) values[j] *= factor;
-    pack(values, &x[k]);
-    store(grad + i, x[k], numel - i, aligned);
+  for (int k = 0; k < kLoads; ++k) {
+#pragma unroll
+    for (int j = 0; j < kPer; ++j)
+      x[k].values[j] = from_float<T>(to_float(x[k].values[j]) * factor);
+    store_16(vectors + k * kThreads, x[k].words);
   }
 }
 

@@ -70,10 +70,15 @@ class SyncBatchNorm(_BatchNorm):
         updates = self.training and self.track_running_stats
         by_batch = self.training or not self.track_running_stats
         running = (self.running_mean, self.running_var) if updates or not by_batch else (None, None)
-        return SyncBatchnormFunction.apply(
-            input, z, self.weight, self.bias, *running, self.eps, by_batch, factor,
+        wide = [None if each is None else each.float() for each in running]  # halves at O3
+        out: torch.Tensor = SyncBatchnormFunction.apply(
+            input, z, self.weight, self.bias, *wide, self.eps, by_batch, factor,
             self.process_group, self.channel_last or input.dim() == 2, self.fuse_relu,
         )  # fmt: skip
+        for kept, each in zip(running, wide, strict=True):
+            if updates and kept is not None and each is not None and each is not kept:
+                kept.copy_(each)
+        return out
 
 
 def convert_syncbn_model(
