@@ -16,8 +16,9 @@ from ...normalization.fused_layer_norm import Shape
 
 def _mark(module: torch.nn.Module, sequence_parallel_enabled: bool) -> None:
     """Marks a norm and its parameters."""
-    for each in (module, *module.parameters()):
-        each.sequence_parallel_enabled = sequence_parallel_enabled  # type: ignore[assignment]
+    marked: list[Any] = [module, *module.parameters()]
+    for each in marked:
+        each.sequence_parallel_enabled = sequence_parallel_enabled
 
 
 class FusedLayerNorm(normalization.FusedLayerNorm):
