@@ -13,13 +13,12 @@ from ...contrib.layer_norm import layer_norm as contrib
 from ...normalization import fused_layer_norm as normalization
 from ...normalization.fused_layer_norm import Shape
 
-_MARK = "sequence_parallel_enabled"
-
 
 def _mark(module: torch.nn.Module, sequence_parallel_enabled: bool) -> None:
     """Marks a norm and its parameters."""
-    for each in (module, *module.parameters()):
-        setattr(each, _MARK, sequence_parallel_enabled)
+    marked: list[Any] = [module, *module.parameters()]
+    for each in marked:
+        each.sequence_parallel_enabled = sequence_parallel_enabled
 
 
 class FusedLayerNorm(normalization.FusedLayerNorm):
