@@ -73,7 +73,7 @@ def of_shape(
         return (normal + residual).relu()
 
     leaves = [t.detach().clone().requires_grad_() for t in (x, weight, bias)]
-    y = F.batch_norm(leaves[0], None, None, *leaves[1:], training=True, eps=EPS)
+    y = F.batch_norm(leaves[0], None, None, leaves[1], leaves[2], training=True, eps=EPS)
     stat = torch.batch_norm_stats(x, EPS)
     flags = (True, True, True)
     steps = {

@@ -194,11 +194,15 @@ def norm_again_case(
     return {**own, **({"bias": bias[0]} if bias else {}), **more}
 
 
+def images(rows: int, cols: int) -> torch.Tensor:
+    return torch.randn(rows, cols, 2, 3)
+
+
 def batch_norm_case(rows: int, cols: int, **more: Any) -> dict[str, Any]:
-    """Of data [rows, cols, 3] that are relu'd after the addition of a residual."""
+    """Of images with a residual and a ReLU."""
     return {
-        "x": torch.randn(rows, cols, 3), "mean": torch.randn(cols), "inv_std": torch.rand(cols),
-        "weight": torch.rand(cols), "bias": torch.randn(cols), "z": torch.randn(rows, cols, 3),
+        "x": images(rows, cols), "mean": torch.randn(cols), "inv_std": torch.rand(cols),
+        "weight": torch.rand(cols), "bias": torch.randn(cols), "z": images(rows, cols),
         **more,
     }  # fmt: skip
 
@@ -369,7 +373,7 @@ def make_case(name: str, rows: int = 32, cols: int = 64) -> Case:
             {"dout": torch.randn(2, 3, *shape), "out": torch.randn(2, 3, *shape),
              "total": torch.rand(2, 3, rows), "sink": torch.randn(3)}
         ),
-        "batch_norm.batch_norm_stats": lambda: Case({"x": torch.randn(rows, cols, 3)}),
+        "batch_norm.batch_norm_stats": lambda: Case({"x": images(rows, cols)}),
         "batch_norm.batch_norm_combine": lambda: Case(
             {"means": x, "vars": torch.rand(shape), "counts": torch.arange(rows).int(),
              "running_mean": torch.zeros(cols), "running_var": torch.ones(cols)},
@@ -377,17 +381,17 @@ def make_case(name: str, rows: int = 32, cols: int = 64) -> Case:
         ),
         "batch_norm.batch_norm_fwd": lambda: Case(batch_norm_case(*shape, relu=True)),
         "batch_norm.batch_norm_reduce": lambda: Case(
-            batch_norm_case(*shape, dy=torch.randn(rows, cols, 3), relu=True)
+            batch_norm_case(*shape, dy=images(rows, cols), relu=True)
         ),
         "batch_norm.batch_norm_bwd": lambda: Case(
             batch_norm_case(
-                *shape, dy=torch.randn(rows, cols, 3), sum_dy=torch.randn(cols), relu=True,
+                *shape, dy=images(rows, cols), sum_dy=torch.randn(cols), relu=True,
                 sum_dy_xmu=torch.randn(cols), counts=torch.tensor([6, 2 * rows]).int(),
                 with_dz=True,
             )
         ),
         "batch_norm.batch_norm_relu_bwd": lambda: Case(
-            batch_norm_case(*shape, dy=torch.randn(rows, cols, 3))
+            batch_norm_case(*shape, dy=images(rows, cols))
         ),
         "bias_dropout_add.bias_dropout_add": lambda: Case(
             {"x": x, "bias": w, "residual": matrix(*shape), "p": 0.5, "seed": torch.tensor([3])}
