@@ -4,6 +4,7 @@
 // log-probabilities of all cells are gathered, diagonal by diagonal; then a block for each sample's
 // alpha and beta goes over the diagonals, a thread for a place. Backward: what the elements of a
 // row have in common is made first; then a thread has some vectors of 16 bytes.
+#include "common/gpu/ballot.h"
 #include "common/gpu/fast_division.h"
 #include "common/gpu/vec.h"
 #include "common/numerics/with_dtype.h"
@@ -81,7 +82,7 @@ __global__ void __launch_bounds__(kThreads) gather_kernel(const TransducerLoss p
   if (row < p.cells.rows) cell = p.cells.cell_of(row);
   if (kLanes > 1) {
     // Lanes of a warp stay together: a row that does not count is the first again.
-    if (!__any_sync(0xFFFFFFFFu, cell.counts)) return;
+    if (warp_ballot(cell.counts) == 0) return;
     const float log_sum = log_sum_of<T, kLanes>(p, cell.counts ? row : 0, aligned);
     if (!cell.counts || threadIdx.x % kLanes != 0) return;
     p.log_sums[row] = log_sum;
