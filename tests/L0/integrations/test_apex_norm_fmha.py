@@ -82,7 +82,11 @@ def test_fmha(device, lengths, dtype):
         parts = []
         for part in x.view(tokens, 3, 4, 16).split(lengths):
             q, k, v = part.permute(1, 2, 0, 3)
-            parts.append((torch.softmax(q @ k.mT / 4, -1) @ v).transpose(0, 1).flatten(1))
+            if wide is torch.float64:
+                y = torch.softmax(q @ k.mT / 4, -1) @ v
+            else:  # by a fused kernel, as exact as ours may be
+                y = torch.nn.functional.scaled_dot_product_attention(q[None], k[None], v[None])[0]
+            parts.append(y.transpose(0, 1).flatten(1))
         out = torch.cat(parts)
         results.append([out.detach(), torch.autograd.grad(out, x, dy.to(where, wide))[0]])
     for a, exact, same in zip(actual, *results, strict=True):

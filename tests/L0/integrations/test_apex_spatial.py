@@ -65,11 +65,11 @@ def test_block(device, name, dtype, nhwc):
     module = block(bottleneck.Bottleneck, args).to(dtype)
     x = torch.randn(2, 16, 8, 6).to(dtype)
     results = []
-    for wide in (torch.float64, dtype):
-        leaf = x.to(wide).requires_grad_()
-        copy = block(bottleneck.Bottleneck, args).to(dtype).to(wide)
+    for wide, where in ((torch.float64, "cpu"), (dtype, device)):
+        leaf = x.to(where, wide).requires_grad_()
+        copy = block(bottleneck.Bottleneck, args).to(dtype).to(where, wide)
         y = plain(leaf, copy, *args[3:])
-        dy = torch.ones_like(y) + torch.arange(y.shape[-1], dtype=wide)
+        dy = torch.ones_like(y) + torch.arange(y.shape[-1], dtype=wide, device=where)
         results.append([y.detach(), *torch.autograd.grad(y, [leaf, *copy.parameters()], dy)])
     used = block(bottleneck.Bottleneck, args, explicit_nhwc=nhwc).to(dtype).to(device)
     to = (lambda t: t.permute(0, 2, 3, 1)) if nhwc else (lambda t: t)
@@ -261,7 +261,7 @@ def test_nccl_pool(tmp_path):
     try:
         distributed.all_reduce(torch.ones(1, device="cuda"))
         backend = distributed.group.WORLD._get_backend(torch.device("cuda"))
-        if not backend.supports_tensor_alloc(torch.device("cuda")):
+        if not backend.supports_tensor_alloc(torch.device("cuda", torch.cuda.current_device())):
             pytest.skip("this NCCL has no allocator")
         pool = nccl_allocator.create_nccl_mem_pool()
         with nccl_allocator.nccl_mem(pool):

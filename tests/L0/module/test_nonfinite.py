@@ -85,6 +85,8 @@ def test_values_of_what_is_quantized(device, name, pow2):
             rows, cols = (1, 256), (1, 256) if role == "weight" else (256, 1)
         elif not name.startswith("blockwise"):
             rows = cols = (256, 256)
+        elif role == "input":
+            cols = (128, 128)
         quantizer = getattr(quantizers, role)
         for layout, (height, width) in (("rowwise", rows), ("columnwise", cols)):
             made = quantizer.quantize(x, layout == "rowwise", layout == "columnwise")[0]
