@@ -270,6 +270,8 @@ def feature_sizes(module: Any) -> tuple[int, ...]:
 
 def reason_to_keep(module: Any) -> str | None:
     """Returns the reason why ``module`` cannot become an apex_te layer; None if it can."""
+    if 0 in feature_sizes(module):
+        return "it has no features"
     reason = matching.unsupported(module)
     known = matching.is_plain(module, *_REPLACED) or _is_alike(module)
     if reason is None and not known:

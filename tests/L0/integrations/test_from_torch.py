@@ -352,6 +352,7 @@ def test_what_cannot_be_converted_is_left_and_named_once():
             "parametrized": parametrized,
             "fp64": nn.LayerNorm(4).double(),
             "attention": nn.MultiheadAttention(4, 2),
+            "empty": nn.Linear(4, 0),
             "elsewhere": elsewhere,
             "plain": nn.Linear(4, 4),
         }
@@ -368,6 +369,7 @@ def test_what_cannot_be_converted_is_left_and_named_once():
         "parametrized (torch.nn.utils.parametrize makes its weight)",
         "fp64 (norms of torch.float64 are not available)",
         "attention.out_proj (NonDynamicallyQuantizableLinear is a subclass)",
+        "empty (it has no features)",
     ):
         assert text in message
     assert "plain" not in message
