@@ -11,11 +11,12 @@ namespace {
 
 // The columns of one block: moments in place; weights (the master's where there is one) and
 // gradients as floats, in place or in a buffer.
+template <int64_t kSize = kRun>
 struct OptimBlock {
   const Row& row;
   int64_t begin, size;
   bool has_master;
-  float grads[kRun], weights[kRun];
+  float grads[kSize], weights[kSize];
   const float* g;
   float *p, *m, *v;
   APEX_TE_INLINE OptimBlock(const Row& r, int64_t at, int64_t n, bool with_grad = true)
@@ -100,11 +101,12 @@ struct AdamOp {
 };
 
 // A moment of any dtype as floats, in place or in a buffer.
+template <int64_t kSize = kRun>
 struct MomentBlock {
   void* data;
   DType dtype;
   int64_t begin, size;
-  float values[kRun];
+  float values[kSize];
   float* at;
   APEX_TE_INLINE MomentBlock(const Row& row, int column, int64_t first, int64_t n)
       : data(row.data[column]), dtype(row.dtype(column)), begin(first), size(n) {
@@ -155,13 +157,14 @@ struct LambUpdateOp {
     const StepScalars s = scalars;
     const Row own = without_master(row);
     const DType dtype = row.dtype(kUpdate);
-    float buffer[kRun];
-    for (int64_t i = 0; i < n; i += kRun) {
-      OptimBlock b(own, begin + i, std::min(kRun, n - i));
-      MomentBlock first(row, kExpAvg, b.begin, b.size), second(row, kExpAvgSq, b.begin, b.size);
+    constexpr int64_t kHalf = kRun / 2;  // four buffers: a stack frame stays small
+    for (int64_t i = 0; i < n; i += kHalf) {
+      OptimBlock<kHalf> b(own, begin + i, std::min(kHalf, n - i));
+      MomentBlock<kHalf> first(row, kExpAvg, b.begin, b.size);
+      MomentBlock<kHalf> second(row, kExpAvgSq, b.begin, b.size);
       const float *g = b.g, *p = b.p;
       float *m = first.at, *v = second.at;
-      float* u = result_values(row.data[kUpdate], dtype, b.begin, buffer);
+      float* u = result_values(row.data[kUpdate], dtype, b.begin, b.grads);
       const int64_t size = b.size;
 #pragma GCC ivdep
       for (int64_t k = 0; k < size; ++k) {

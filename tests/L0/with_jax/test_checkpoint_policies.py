@@ -1,13 +1,14 @@
 """Policies of jax.checkpoint: what backward computes again of FP8 products and casts."""
 
-import jax
-import jax.numpy as jnp
 import pytest
-from flax import linen as nn
 
-import apex_te.jax as te
-import apex_te.jax.flax as te_flax
-from apex_te.jax import checkpoint_policies as policies
+jax = pytest.importorskip("jax")
+nn = pytest.importorskip("flax.linen")
+import jax.numpy as jnp  # noqa: E402
+
+import apex_te.jax as te  # noqa: E402
+import apex_te.jax.flax as te_flax  # noqa: E402
+from apex_te.jax import checkpoint_policies as policies  # noqa: E402
 
 RECIPES = ["tensorwise", "delayed", "blockwise"]
 CASTS = {
