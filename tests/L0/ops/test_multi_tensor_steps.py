@@ -95,6 +95,10 @@ def test_moments_of_another_dtype(device, step):
     Lists(step, device, torch.float32, torch.float16).check(**OPTIONS[step][1])
 
 
+def test_novograd_of_one_tensor(device):
+    Lists(op.novograd, device, torch.float32, sizes=[7]).check(**OPTIONS[op.novograd][0])
+
+
 def test_lars_with_masters(device):
     Lists(op.lars, device, torch.float16, torch.float32, True).check(**OPTIONS[op.lars][1])
 

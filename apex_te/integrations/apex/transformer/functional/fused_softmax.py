@@ -16,7 +16,6 @@ class _Applied:
 
     def __init__(self, function: Callable[..., torch.Tensor]) -> None:
         self.apply = function
-        self.__doc__ = function.__doc__
 
 
 def scaled_upper_triang_masked_softmax(
