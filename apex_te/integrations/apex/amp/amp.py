@@ -66,7 +66,7 @@ def register_half_function(module: ModuleType, name: str) -> None:
     """Makes the next ``initialize`` replace ``module.name`` by its ``half_function``.
 
     Raises:
-        ValueError: the module has no such function.
+        ValueError: ``module`` does not define ``name``.
     """
     _register(module, name, half_function)
 
@@ -75,7 +75,7 @@ def register_bfloat16_function(module: ModuleType, name: str) -> None:
     """Makes the next ``initialize`` replace ``module.name`` by its ``bfloat16_function``.
 
     Raises:
-        ValueError: the module has no such function.
+        ValueError: ``module`` does not define ``name``.
     """
     _register(module, name, bfloat16_function)
 
@@ -84,7 +84,7 @@ def register_float_function(module: ModuleType, name: str) -> None:
     """Makes the next ``initialize`` replace ``module.name`` by its ``float_function``.
 
     Raises:
-        ValueError: the module has no such function.
+        ValueError: ``module`` does not define ``name``.
     """
     _register(module, name, float_function)
 
@@ -93,7 +93,7 @@ def register_promote_function(module: ModuleType, name: str) -> None:
     """Makes the next ``initialize`` replace ``module.name`` by its ``promote_function``.
 
     Raises:
-        ValueError: the module has no such function.
+        ValueError: ``module`` does not define ``name``.
     """
     _register(module, name, promote_function)
 

@@ -136,7 +136,7 @@ class SpatialBottleneck(Bottleneck):
             arguments are as in ``Bottleneck``.
 
     Raises:
-        ValueError: several ranks have no halo exchanger.
+        ValueError: there are several ranks and the halo exchanger is None.
 
     Source: apex.contrib.bottleneck.
     """

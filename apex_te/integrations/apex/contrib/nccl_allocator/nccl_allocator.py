@@ -28,7 +28,7 @@ def create_nccl_mem_pool(symmetric: bool | None = None) -> Any:
         symmetric: passed on to ``MemPool`` unless it is None.
 
     Raises:
-        NotImplementedError: ``symmetric`` is given, and this PyTorch has no such option.
+        NotImplementedError: ``symmetric`` is set, and this PyTorch does not support it.
         RuntimeError: the default process group does not have the NCCL backend.
 
     Source: apex.contrib.nccl_allocator.
@@ -40,7 +40,7 @@ def create_nccl_mem_pool(symmetric: bool | None = None) -> Any:
         if name is None:
             raise NotImplementedError(
                 "create_nccl_mem_pool: symmetric must be None with this PyTorch, whose "
-                f"torch.cuda.MemPool has no such option, got {symmetric}; "
+                f"torch.cuda.MemPool does not support it, got {symmetric}; "
                 "torch.distributed._symmetric_memory has symmetric tensors"
             )
         options[name] = symmetric
