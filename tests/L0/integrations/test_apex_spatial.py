@@ -41,9 +41,12 @@ def plain(x, module, stride=1):
     state = {k: v.to(x.dtype) for k, v in [*module.named_parameters(), *module.named_buffers()]}
 
     def normed(y, name):
-        args = [state[f"{name}.{k}"] for k in ("running_mean", "running_var", "weight", "bias")]
-        # PyTorch 2.11 refuses 0, which this is beside a variance of 0.5 or more.
-        return torch.nn.functional.batch_norm(y, *args, training=False, eps=1e-30)
+        mean, var, weight, bias = (
+            state[f"{name}.{k}"][:, None, None]
+            for k in ("running_mean", "running_var", "weight", "bias")
+        )
+        scale = weight * var.rsqrt()  # folded, as frozen norms are
+        return y * scale + (bias - mean * scale)
 
     conv = torch.nn.functional.conv2d
     y = torch.relu(normed(conv(x, state["conv1.weight"], stride=stride), "bn1"))
@@ -58,14 +61,23 @@ def plain(x, module, stride=1):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", BLOCKS)
 def test_block(device, name, dtype, nhwc):
-    """Output and, in fp32, the gradients of input and weights: ReLUs of 16 bits may flip."""
+    """Output and, in fp32, the gradients of input and weights: ReLUs of 16 bits may flip.
+
+    PyTorch's error is that of the layout whose convolutions err more.
+    """
     args, count = BLOCKS[name], None if dtype is torch.float32 else 1
     module = block(bottleneck.Bottleneck, args).to(dtype)
     x = torch.randn(2, 16, 8, 6).to(dtype)
     results = []
-    for wide, where in ((torch.float64, "cpu"), (dtype, device)):
-        leaf = x.to(where, wide).requires_grad_()
-        copy = block(bottleneck.Bottleneck, args).to(dtype).to(where, wide)
+    rows, last = torch.contiguous_format, torch.channels_last
+    for wide, where, layout in (
+        (torch.float64, "cpu", rows),
+        (dtype, device, rows),
+        (dtype, device, last),
+    ):
+        leaf = x.to(where, wide, memory_format=layout).requires_grad_()
+        copy = block(bottleneck.Bottleneck, args).to(dtype)
+        copy = copy.to(where, wide, memory_format=layout)
         y = plain(leaf, copy, *args[3:])
         dy = torch.ones_like(y) + torch.arange(y.shape[-1], dtype=wide, device=where)
         results.append([y.detach(), *torch.autograd.grad(y, [leaf, *copy.parameters()], dy)])
@@ -79,8 +91,9 @@ def test_block(device, name, dtype, nhwc):
     y = used(leaf)
     actual = [y, *torch.autograd.grad(y, [leaf, *used.parameters()], to(dy.to(device)))]
     found = [[back(t) for t in actual], *results]
-    for a, exact, same in zip(*(r[:count] for r in found), strict=True):
-        assert_as_good_as_torch(a, exact, same)
+    for a, exact, *torchs in zip(*(r[:count] for r in found), strict=True):
+        errors = [(t.cpu().double() - exact).abs().max() for t in torchs]
+        assert_as_good_as_torch(a, exact, torchs[errors.index(max(errors))])
 
 
 def run_whole(name, x):
