@@ -45,9 +45,7 @@ class ModuleFP8:
     update_failed = False
     observer: Callable[[QuantizerSets], QuantizerSets] | None = None
     handle: torch.Tensor
-    # True if code that torch.compile has made uses this module, and if it sets first scales.
-    _is_traced = False
-    _sets_first_scales = False
+    _is_traced = False  # True if code that torch.compile has made uses this module
 
     def __init__(self, gemms: int = 1, owner: Any = None) -> None:
         self._owner = None if owner is None else weakref.ref(owner)
@@ -215,22 +213,14 @@ class ModuleFP8:
         self.enter(amax_group)
         self.adapt(key, recipe, device, records)
         self._is_traced = True
-        self._sets_first_scales |= records and recipe.keeps_state
 
     def staging(self, key: str) -> list[torch.Tensor]:
         """Returns the input and weight state tensors that compiled code reads and writes."""
         return getattr(self._compiled, key)[1]
 
     def follow(self, key: str, recipe: DelayedScaling) -> None:
-        """Prepares the FP8 state of a module whose forward is compiled for the region's recipe.
-
-        First scales that a compiled forward computed are marked as set. If the recipe has
-        changed, the state is adapted.
-        """
+        """Adapts the FP8 state to a changed recipe if the module's forward is compiled for it."""
         state = self.state
-        if self._sets_first_scales:
-            self._sets_first_scales = False
-            state.first_steps.end()
         if self._is_traced and key in self._sets and state.recipe != recipe:
             state.fit(recipe, state.device)
             self._active = None

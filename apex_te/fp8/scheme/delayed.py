@@ -89,7 +89,7 @@ class FirstStep:
             self.scale_inv.copy_(torch.where(due, scale_inv, self.scale_inv))
             flag.zero_()
         # Last, because a recipe's function may raise.
-        if not torch.compiler.is_compiling():  # else the next region sets it
+        if not torch.compiler.is_compiling():  # else the graph marks the module's slots
             self.due[self.index] = False
 
     def _flag(self) -> torch.Tensor | None:

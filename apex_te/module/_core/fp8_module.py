@@ -338,7 +338,7 @@ class FP8Module(torch.nn.Module):
         sets = self._fp8.quantizers(key, region.recipe, device, region.records, region.amax_group)
         if region.records:
             if compiling:
-                follow_traced_region(region.traced, self._fp8, key)
+                follow_traced_region(region.traced, self._fp8, region.recipe, key)
             if not compiling:
                 modes.recompute = sets.recompute
                 modes.recompute_fp8 = fp8

@@ -169,6 +169,19 @@ def test_first_step_current(device):
     assert len(set(graphs[1:])) == 1
 
 
+def test_first_steps_of_models_that_begin_one_after_the_other(device):
+    """A model that waits while another one's first step is compiled keeps its own."""
+    recipe = DelayedScaling(amax_history_len=3, first_step="current")
+    results = []
+    for is_compiled in (False, True):
+        for module in [build("Linear", device) for _ in range(2)]:  # both exist from the start
+            run = compiled(module, device) if is_compiled else module
+            found, _ = train("Linear", module, run, [(True, recipe)] * 3, device)
+        results.append(found)
+    for key, value in results[0].items():
+        assert torch.equal(results[1][key], value), key
+
+
 @pytest.mark.long
 def test_a_warm_state(device):
     """Eager steps first, compiled ones then."""
