@@ -1,7 +1,7 @@
 """Permutation of the tokens of a mixture of experts into rows sorted by expert, and back.
 
 Names and arguments follow TransformerEngine's; the kernels are those of
-``apex_te.ops.moe_permute``. The host does not wait for the GPU where the number of permuted rows is
+``apex_te.ops.moe_permute``. The host does not wait for the GPU if the number of permuted rows is
 given.
 """
 
@@ -39,7 +39,7 @@ def moe_permute(
     Args:
         inp: [tokens, hidden] float32, float16 or bfloat16; or any dtype of one byte (FP8), which
             has no gradient.
-        routing_map: for "mask" [tokens, experts] bool, uint8, int8, int32 or int64, not zero if the
+        routing_map: for "mask" [tokens, experts] bool, uint8, int8, int32 or int64, nonzero if the
             token goes to the expert. For "index" [tokens, k] int32 or int64, the k experts of each
             token; a negative index makes no copy.
         num_out_tokens: number of rows of the result. Unused rows are zero; copies beyond the last
@@ -51,14 +51,14 @@ def moe_permute(
             smaller number is faster. Must be None for "mask".
 
     Returns:
-        out: [num_out_tokens, hidden] in the dtype of ``inp``.
-        row_id_map: opaque int32 tensor to pass to ``moe_unpermute``.
+        out: [num_out_tokens, hidden] in the dtype of ``inp``. row_id_map: opaque int32 tensor to
+        pass to ``moe_unpermute``.
 
     Raises:
         TypeError: an argument has a dtype that is not listed.
         ValueError: a shape or option does not match, or, on the CPU, an index is out of range. On
-            the GPU such an index raises nothing, because the host does not wait: the token's row
-            after ``moe_unpermute`` is NaN, and so is its gradient.
+            the GPU it raises no error, because the host does not wait; instead the token's row
+            after ``moe_unpermute`` and its gradient are NaN.
         NotImplementedError: there are more than 1024 experts, or ``routing_map`` has 2^31 elements
             or more.
     """
@@ -82,16 +82,25 @@ def moe_permute_with_probs(
     """Permutes tokens and their routing probabilities by a mask; differentiable in both.
 
     Args:
-        inp: [tokens, hidden], as in ``moe_permute``.
+        inp: [tokens, hidden] float32, float16 or bfloat16; or any dtype of one byte (FP8), which
+            has no gradient.
         probs: [tokens, experts] float32 or the dtype of ``inp``.
-        routing_map: [tokens, experts] mask, as in ``moe_permute``.
-        num_out_tokens: number of rows of the result, as in ``moe_permute``.
+        routing_map: [tokens, experts] bool, uint8, int8, int32 or int64, nonzero if the token goes
+            to the expert.
+        num_out_tokens: number of rows of the result. Unused rows are zero; copies beyond the last
+            row are dropped. None or -1: the number of copies, which makes the host wait for the GPU
+            once.
 
     Returns:
-        out: [num_out_tokens, hidden] in the dtype of ``inp``.
-        permuted_probs: [num_out_tokens] in the dtype of ``probs``, for each row the prob of its
-            token and expert.
-        row_id_map: opaque int32 tensor to pass to ``moe_unpermute``.
+        out: [num_out_tokens, hidden] in the dtype of ``inp``. permuted_probs: [num_out_tokens] in
+        the dtype of ``probs``, the prob of each row's token and expert. row_id_map: opaque int32
+        tensor to pass to ``moe_unpermute``.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape does not match.
+        NotImplementedError: there are more than 1024 experts, or ``routing_map`` has 2^31 elements
+            or more.
     """
     return _permuted(inp, probs, routing_map, num_out_tokens)
 
@@ -100,22 +109,26 @@ def moe_permute_with_probs(
 def moe_permute_and_count(
     inp: torch.Tensor, indices: torch.Tensor, num_experts: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Permutes tokens by the indices of their experts, and counts each expert's rows on the device.
+    """Permutes tokens by their experts' indices, and counts each expert's rows on the device.
 
-    The counts are ``m_splits`` of ``GroupedLinear``; the host waits for nothing.
+    The counts can be passed to ``GroupedLinear`` as ``m_splits``. The host does not wait for the
+    GPU.
 
     Args:
-        inp: [tokens, hidden], as in ``moe_permute``.
-        indices: [tokens, k] int32 or int64, as in ``moe_permute`` for "index".
+        inp: [tokens, hidden] float32, float16 or bfloat16; or any dtype of one byte (FP8), which
+            has no gradient.
+        indices: [tokens, k] int32 or int64, the k experts of each token; a negative index makes no
+            copy.
         num_experts: number of experts, at most 1024.
 
     Returns:
-        out: [tokens * k, hidden] in the dtype of ``inp``.
-        tokens_per_expert: [num_experts] int32.
+        out: [tokens * k, hidden] in the dtype of ``inp``. tokens_per_expert: [num_experts] int32.
         row_id_map: opaque int32 tensor for ``moe_unpermute`` with ``map_type="index"``.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: as ``moe_permute``.
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape does not match, or, on the CPU, an index is out of range.
+        NotImplementedError: there are more than 1024 experts.
     """
     made = _op.make_map(indices, map_type="index", num_experts=num_experts)
     out, _, row_id_map = _permuted(
@@ -148,28 +161,28 @@ def moe_permute_and_pad_with_probs(
     FP8 GEMMs need multiples of 16. Padding rows and their probs are zero.
 
     Args:
-        inp: [tokens, hidden], as in ``moe_permute``.
+        inp: [tokens, hidden] float32, float16 or bfloat16; or any dtype of one byte (FP8), which
+            has no gradient.
         probs: [tokens, experts] float32 or the dtype of ``inp``.
-        routing_map: [tokens, experts] mask, as in ``moe_permute``.
+        routing_map: [tokens, experts] bool, uint8, int8, int32 or int64, nonzero if the token goes
+            to the expert.
         tokens_per_expert: [experts] int32 or int64, the number of tokens of each expert, on any
             device. It is read only to find the number of rows if ``num_out_tokens`` is None; the
             kernel counts the tokens itself.
-        align_size: at least 1.
+        align_size: alignment of each expert's first row, at least 1.
         num_out_tokens: number of rows of the result, a multiple of ``align_size`` that holds all
             rows with padding. ``tokens * k + experts * (align_size - 1)`` rounded up always
             suffices if a token has at most k experts. None or -1: exactly the rows with padding.
-            This makes the host wait for the GPU once and check ``tokens_per_expert``.
-            Exception: if ``tokens_per_expert`` is on the CPU and ``inp`` on a GPU, the host neither
-            waits nor checks.
+            This makes the host wait for the GPU once and check ``tokens_per_expert``. Exception: if
+            ``tokens_per_expert`` is on the CPU and ``inp`` on a GPU, the host neither waits nor
+            checks.
 
     Returns:
-        permuted: [num_out_tokens, hidden] in the dtype of ``inp``.
-        permuted_probs: [num_out_tokens] in the dtype of ``probs``.
-        row_id_map: opaque int32 tensor to pass to ``moe_unpermute``; it includes the padding.
-        pad_offsets: [experts] int32, padding rows before each expert's first row.
-        padded_tokens_per_expert: [experts], rows of each expert with padding, on the device of
-            ``inp`` in the dtype of ``tokens_per_expert``. Pass it to ``GroupedLinear`` as
-            ``m_splits``.
+        permuted: [num_out_tokens, hidden] in the dtype of ``inp``. permuted_probs: [num_out_tokens]
+        in the dtype of ``probs``. row_id_map: opaque int32 tensor to pass to ``moe_unpermute``; it
+        includes the padding. pad_offsets: [experts] int32, padding rows before each expert's first
+        row. padded_tokens_per_expert: [experts], rows of each expert with padding, on the device of
+        ``inp`` in the dtype of ``tokens_per_expert``. Pass it to ``GroupedLinear`` as ``m_splits``.
 
     Raises:
         TypeError: an argument has a dtype that is not listed.
@@ -215,11 +228,11 @@ def moe_unpermute(
 ) -> torch.Tensor:
     """Sums the rows of each token, times their probs if given; differentiable in both.
 
-    Rows are added in fp32 in a fixed order (by expert; for "index" by position among the k), so
-    results of all runs are bitwise equal.
+    Rows are added in float32 in a fixed order (by expert; for "index" by position among the k), so
+    results are bitwise reproducible.
 
     Args:
-        inp: [rows, hidden] float32, float16 or bfloat16, the experts' results for the permuted
+        inp: [rows, hidden] float32, float16 or bfloat16, the experts' outputs for the permuted
             rows.
         row_id_map: as returned by the function that permuted the tokens.
         merging_probs: [tokens, experts] for "mask", [tokens, k] for "index", float32 or the dtype
@@ -281,7 +294,7 @@ def moe_sort_chunks_by_index(
     Raises:
         TypeError: an argument has a dtype that is not listed.
         ValueError: a shape does not match, or, on the CPU, a size or index is out of range. On the
-            GPU these raise nothing but leave rows zero.
+            GPU it raises no error, and some rows are zero.
     """
     return _sorted(inp, None, split_sizes, sorted_index)[0]
 
@@ -296,12 +309,19 @@ def moe_sort_chunks_by_index_with_probs(
     """Reorders chunks of rows and the rows' probs; see ``moe_sort_chunks_by_index``.
 
     Args:
-        inp, split_sizes, sorted_index: as in ``moe_sort_chunks_by_index``.
+        inp: [rows, hidden] float32, float16 or bfloat16; or any dtype of one byte, which has no
+            gradient.
+        split_sizes: [chunks] int32 or int64, the number of rows of each chunk; at most 2048 chunks.
+        sorted_index: [chunks] int32 or int64, a permutation of the chunks.
         probs: [rows] float32, float16 or bfloat16; differentiable.
 
     Returns:
-        out: [rows, hidden] in the dtype of ``inp``.
-        permuted_probs: [rows] in the dtype of ``probs``.
+        out: [rows, hidden] in the dtype of ``inp``. permuted_probs: [rows] in the dtype of
+        ``probs``.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape does not match, or, on the CPU, a size or index is out of range.
     """
     out, permuted_probs = _sorted(inp, probs, split_sizes, sorted_index)
     assert permuted_probs is not None

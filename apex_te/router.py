@@ -1,7 +1,7 @@
-"""Router of a mixture of experts: the choice of each token's experts, and its auxiliary losses.
+"""Router of a mixture of experts: each token's top-k experts, and auxiliary losses.
 
-The kernels are those of ``apex_te.ops.moe_router``. They compute in float32, results of all runs
-are bitwise equal, and the host does not wait for the GPU.
+The kernels are those of ``apex_te.ops.moe_router``. They compute in float32, results are bitwise
+reproducible, and the host does not wait for the GPU.
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ __all__ = [
 
 
 class Routing(NamedTuple):
-    """Experts of each token, as ``topk_router`` returns them.
+    """Experts of each token, from ``topk_router``.
 
     Attributes:
         probs: [..., top_k] float32, probabilities of the chosen experts; differentiable.
-        index: [..., top_k] int32, the chosen experts, largest first; for
+        index: [..., top_k] int32, the chosen experts, in descending order of score; for
             ``apex_te.permutation.moe_permute`` with ``map_type="index"``.
-        counts: [experts] int32, number of tokens of each expert; for ``GroupedLinear`` as
-            ``m_splits``.
+        counts: [experts] int32, number of tokens of each expert; ``m_splits`` of ``GroupedLinear``.
     """
 
     probs: torch.Tensor
@@ -37,13 +36,14 @@ class Routing(NamedTuple):
 
 
 class DenseRouting(NamedTuple):
-    """Experts of each token as matrices, as ``topk_router_dense`` returns them.
+    """Experts of each token as masks over all experts, from ``topk_router_dense``.
 
     Attributes:
-        probs: [..., experts] in the logits' dtype, 0 where a token does not go; differentiable.
-        routing_map: [..., experts] bool, True where a token goes.
-        index: as in ``Routing``.
-        counts: as in ``Routing``.
+        probs: [..., experts] in the logits' dtype, 0 for experts that were not chosen;
+            differentiable.
+        routing_map: [..., experts] bool, True for the chosen experts.
+        index: [..., top_k] int32, the chosen experts, in descending order of score.
+        counts: [experts] int32, number of tokens of each expert.
     """
 
     probs: torch.Tensor
@@ -53,12 +53,13 @@ class DenseRouting(NamedTuple):
 
 
 class AuxScores(NamedTuple):
-    """Arguments of ``load_balance_loss``, as ``aux_scores`` returns them.
+    """Arguments of ``load_balance_loss``, from ``aux_scores``.
 
     Attributes:
-        scores: [..., experts] float32, scores of all experts, whose sum is 1; differentiable.
-        counts: int32, number of tokens that have an expert among their ``top_k`` best: [experts],
-            or [sequences, experts].
+        scores: [..., experts] float32, scores of all experts, which sum to 1 for each token;
+            differentiable.
+        counts: int32 [experts], or [sequences, experts]: for each expert, the number of tokens that
+            have it among their ``top_k`` best.
     """
 
     scores: torch.Tensor
@@ -79,9 +80,9 @@ def topk_router(
 ) -> Routing:
     """Chooses ``top_k`` experts for each token, and computes their probabilities.
 
-    Experts are chosen by largest score; of equal scores the smaller expert number comes first. The
-    choice is the same on CPU and GPU. A token with a NaN among its logits has NaN probabilities
-    and valid experts.
+    The experts with the largest scores are chosen; of equal scores, the lower expert index comes
+    first. CPU and GPU choose the same experts. A token with a NaN logit has NaN probabilities and
+    valid experts.
 
     Args:
         logits: [..., experts] float32, float16 or bfloat16; at most 1024 experts. Do not change it
@@ -90,16 +91,16 @@ def topk_router(
         score_function: "softmax", "sigmoid" or "sqrtsoftplus", the square root of softplus. The
             probabilities of the last two are divided by their sum if ``top_k`` is above 1.
         use_pre_softmax: take the softmax over all experts before the choice; False takes it over
-            the chosen ones. Only "softmax" reads it.
+            the chosen ones. Other score functions ignore it.
         num_groups: number of groups of consecutive experts, for ``group_topk``.
         group_topk: choose experts from this many groups only, those whose ``top_k // group_topk``
             largest scores have the largest sum; None or 0 chooses from all.
-        scaling_factor: factor of the probabilities; None or 0 for none.
-        expert_bias: [experts] float32, added to the scores for the choice alone; must be None for
+        scaling_factor: factor of the probabilities; None or 0 does not scale.
+        expert_bias: [experts] float32, added to the scores for the choice only; must be None for
             "softmax".
 
     Returns:
-        ``Routing`` of probs, index and counts.
+        probs [..., top_k] float32, index [..., top_k] int32 and counts [experts] int32.
 
     Raises:
         TypeError: an argument has a dtype that is not listed.
@@ -125,12 +126,21 @@ def topk_router_dense(
     scaling_factor: float | None = None,
     expert_bias: torch.Tensor | None = None,
 ) -> DenseRouting:
-    """Computes ``topk_router`` with matrices of all experts, the form that Megatron takes.
+    """Chooses experts as ``topk_router`` does; returns masks over all experts, as Megatron expects.
 
-    Arguments and errors are those of ``topk_router``.
+    Args:
+        logits: [..., experts] float32, float16 or bfloat16; at most 1024 experts.
+        top_k, score_function, use_pre_softmax, num_groups, group_topk, scaling_factor, expert_bias:
+            as in ``topk_router``.
 
     Returns:
-        ``DenseRouting`` of probs, routing_map, index and counts.
+        probs [..., experts] in the logits' dtype, routing_map [..., experts] bool, index [...,
+        top_k] int32 and counts [experts] int32.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or option does not match.
+        NotImplementedError: there are more than 1024 experts.
     """
     lead, made = _routed(
         "topk_router_dense", ("dense_probs", "routing_map", "counts"), logits, top_k,
@@ -149,22 +159,24 @@ def aux_scores(
     sequences: int | None = None,
     sequence_first: bool = False,
 ) -> AuxScores:
-    """Computes the scores of all experts and counts the choice by them, for ``load_balance_loss``.
+    """Computes the scores of all experts and the tokens per expert, for ``load_balance_loss``.
 
-    The choice is that of ``topk_router`` without groups and without ``expert_bias``.
+    Tokens are counted for the experts that ``topk_router`` chooses without groups and without
+    ``expert_bias``.
 
     Args:
-        logits: [..., experts] float32, float16 or bfloat16, as in ``topk_router``.
+        logits: [..., experts] float32, float16 or bfloat16; at most 1024 experts.
         top_k: number of experts of each token.
-        score_function: "softmax", "sigmoid" or "sqrtsoftplus"; the last two are divided by their
-            sum over the experts.
+        score_function: "softmax", "sigmoid" or "sqrtsoftplus"; scores of the last two are divided
+            by their sum over the experts.
         sequences: number of sequences of equal length in the batch, which are counted separately;
             None counts all tokens together.
-        sequence_first: tokens are in the order [sequence length, sequences], as in Megatron; False
-            means [sequences, sequence length].
+        sequence_first: tokens are ordered [sequence length, sequences], as in Megatron, instead of
+            [sequences, sequence length].
 
     Returns:
-        ``AuxScores`` of scores and counts.
+        scores, float32 in the shape of ``logits``, and counts, int32 [experts] or [sequences,
+        experts].
 
     Raises:
         TypeError: an argument has a dtype that is not listed.
@@ -197,19 +209,20 @@ def load_balance_loss(
 ) -> torch.Tensor:
     """Computes the load-balance loss of the Switch Transformer (arXiv 2101.03961).
 
-    It is ``coeff * experts / (top_k * total_tokens**2)`` times the sum over experts of an expert's
-    tokens and its summed scores; with balanced experts it is near ``coeff``. With counts of several
+    It is ``coeff * experts / (top_k * total_tokens**2)`` times the sum over experts of token count
+    times summed scores; with balanced experts it is near ``coeff``. With counts of several
     sequences it is the mean of their losses. It is differentiable in ``scores``.
 
     Args:
         scores: [..., experts] float32, float16 or bfloat16, as from ``aux_scores``.
-        counts: [experts], or [sequences, experts] for a loss of each sequence, as from
-            ``aux_scores``; of any dtype of numbers. It may be summed over ranks.
-        total_tokens: number of tokens that ``counts`` counts, of each sequence if there are
-            several; or a tensor of one element.
+        counts: [experts], or [sequences, experts] for a loss per sequence, in any real dtype, as
+            from ``aux_scores``. It may be summed over ranks.
+        total_tokens: number of tokens that ``counts`` covers, per sequence if there are several; or
+            a tensor of one element.
         top_k: number of experts of each token.
         coeff: factor of the loss.
-        sequence_first: as in ``aux_scores``, for counts of several sequences.
+        sequence_first: tokens of ``scores`` are ordered [sequence length, sequences]; only for
+            counts of several sequences.
 
     Returns:
         A scalar in the dtype of ``scores``; sums are in float32.
@@ -250,8 +263,8 @@ def load_balance_loss(
 def router_z_loss(logits: torch.Tensor, coeff: float) -> torch.Tensor:
     """Computes the router z-loss (arXiv 2202.08906), which keeps logits small.
 
-    It is ``coeff`` times the mean over tokens of log(sum(exp(logits)))**2; differentiable. Without
-    tokens it is NaN, as is any mean of nothing, and with an infinite largest logit, too.
+    It is ``coeff`` times the mean over tokens of log(sum(exp(logits)))**2; differentiable. It is
+    NaN without tokens, and if a token's largest logit is infinite.
 
     Args:
         logits: [..., experts] float32, float16 or bfloat16; at most 1024 experts.
@@ -286,22 +299,23 @@ def update_expert_bias(
 ) -> torch.Tensor:
     """Updates ``expert_bias`` in place to balance the experts without a loss (arXiv 2408.15664).
 
-    The bias of an expert with fewer tokens than the mean grows by ``rate``, that of one with more
-    shrinks by it, and others stay.
+    The bias of an expert with fewer tokens than the mean increases by ``rate``, and that of an
+    expert with more decreases by it.
 
     Args:
-        expert_bias: [..., experts] of a floating dtype, e.g. [experts] or [layers, experts].
+        expert_bias: [..., experts] in a floating-point dtype, e.g. [experts] or [layers, experts].
         counts: int32 or int64, in the shape of ``expert_bias``: tokens of each expert since the
             last update. It is not changed.
         rate: the step, e.g. 1e-3.
-        group: process group over whose ranks ``counts`` are summed first; all its ranks must call.
-            None sums over no ranks.
+        group: process group over which ``counts`` are summed first; all its ranks must call. None
+            does not sum.
 
     Returns:
         ``expert_bias``.
 
     Raises:
-        TypeError: ``counts`` does not have an integer dtype, or ``expert_bias`` no floating one.
+        TypeError: ``counts`` does not have an integer dtype, or ``expert_bias`` does not have a
+            floating-point one.
         ValueError: the shapes or devices do not match.
     """
     check_dense("update_expert_bias", expert_bias=expert_bias, counts=counts)

@@ -49,11 +49,16 @@ def activation_fwd(x: torch.Tensor, kind: str, *, out: torch.Tensor | None = Non
     """Computes ``activation`` without autograd.
 
     Args:
-        x, kind: as in ``activation``.
-        out: tensor of x's shape and dtype to write instead of a new one; may be x.
+        x: any shape, float32, float16 or bfloat16; made contiguous if it is not.
+        kind: as in ``activation``.
+        out: tensor in x's shape and dtype to write instead of a new one; may be x.
 
     Returns:
         ``out`` or the new tensor.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or device does not match, or ``kind`` is unknown.
     """
     number = activation_number("activation_fwd", kind)
     x = x.contiguous()
@@ -70,13 +75,17 @@ def activation_bwd(
     """Computes the gradient with respect to x, grad_output * f'(x).
 
     Args:
-        grad_output: gradient of the output, of x's shape and dtype.
-        x: the input of ``activation``.
-        kind: as in ``activation``.
-        out: tensor of x's shape and dtype to write instead of a new one; may be ``grad_output``.
+        grad_output: gradient of the output, in x's shape and dtype.
+        x: the input of ``activation``, any shape, float32, float16 or bfloat16.
+        kind: as passed to ``activation``.
+        out: tensor in x's shape and dtype to write instead of a new one; may be ``grad_output``.
 
     Returns:
         The gradient: ``out`` or the new tensor.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or device does not match, or ``kind`` is unknown.
     """
     number = activation_number("activation_bwd", kind)
     grad_output, x = grad_output.contiguous(), x.contiguous()
@@ -149,17 +158,23 @@ def activation_bwd_fp8(
     amax: torch.Tensor | None = None,
     out: FP8Output | None = None,
 ) -> FP8Output:
-    """Computes ``activation_bwd`` and quantizes its gradient, which is float32 before the cast.
+    """Computes ``activation_bwd`` and quantizes the gradient, which stays float32 until the cast.
 
     Args:
-        grad_output: gradient of the output, of x's shape and dtype.
-        x, kind, scale, fp8_dtype, rowwise, columnwise, pad_columnwise, out: as in
-            ``activation_fwd_fp8``.
-        amax: one float32 element, becomes max(amax, max |gradient|), before scaling; NaN counts
-            as largest. None computes no amax.
+        grad_output: gradient of the output, in x's shape and dtype.
+        x: [..., cols] float32, float16 or bfloat16; rows is the product of all dimensions but the
+            last.
+        scale: one float32 element on x's device.
+        kind, fp8_dtype, rowwise, columnwise, pad_columnwise, out: as in ``activation_fwd_fp8``.
+        amax: one float32 element, becomes max(amax, max |gradient|), before scaling; NaN counts as
+            largest. None computes no amax.
 
     Returns:
         FP8 copies of the gradient, a matrix [rows, cols]: ``out`` or new tensors.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or device does not match, or ``kind`` is unknown.
     """
     number = activation_number("activation_bwd_fp8", kind)
     grad_output = as_matrix("activation_bwd_fp8", grad_output)

@@ -1,4 +1,4 @@
-"""Softmax sinks of attention, from its result without them and the log-sum-exp of its scores."""
+"""Applies attention sinks to an attention output, given the log-sum-exp of its scores."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ def attention_sink_fwd(
     *,
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Adds a sink, a logit of each head beside its scores that weighs no value, to attention.
+    """Adds a sink to attention: one more logit per head in the softmax, without a value.
 
     ``total = log(exp(lse) + exp(sink))`` and ``out = values * exp(lse - total)``, in float32 and
-    rounded once. Where ``lse`` is -Inf, as a query sees no key, ``out`` is 0.
+    rounded once. Where ``lse`` is -Inf, because the query sees no keys, ``out`` is 0.
 
     Args:
-        values: result of attention without sinks, [b, h, s, d] float32, float16 or bfloat16, of any
-            strides; made contiguous if its last dimension is not.
+        values: output of attention without sinks, [b, h, s, d] float32, float16 or bfloat16, with
+            any strides; made contiguous if its last dimension is not.
         lse: log-sum-exp of each query's scores, float32 [b, h, s]; made contiguous if it is not.
-        sink: float32 [h]; None is 0.
-        out: tensor of ``values``' shape and dtype, with a contiguous last dimension, to write
+        sink: float32 [h]; None is a logit of 0.
+        out: tensor in the shape and dtype of ``values``, with a contiguous last dimension, to write
             instead of a new one; may be ``values``.
 
     Returns:
-        (``out`` or a new tensor in the layout of ``values``, ``total``, float32 [b, h, s]).
+        (out, total): ``out`` or a new tensor in the layout of ``values``, and float32 [b, h, s].
 
     Raises:
         TypeError: a tensor has another dtype than those above.
-        ValueError: a shape does not fit, or the last dimension of ``out`` is not contiguous.
+        ValueError: a shape does not match, or the last dimension of ``out`` is not contiguous.
     """
     lse = lse.contiguous()
     values = _with_rows(values)
@@ -53,22 +53,23 @@ def attention_sink_fwd(
 def attention_sink_bwd(
     dout: torch.Tensor, out: torch.Tensor, total: torch.Tensor, sink: torch.Tensor
 ) -> torch.Tensor:
-    """Computes the gradient of sinks, ``-sum(exp(sink - total) * sum(dout * out))`` of each head.
+    """Computes the gradient of the sinks, ``-sum(exp(sink - total) * sum(dout * out))`` per head.
 
-    The gradients of queries, keys and values are those that backward without sinks gives for
-    ``out`` and ``total``.
+    For the gradients of queries, keys and values, pass ``out`` and ``total`` to the backward of
+    attention without sinks.
 
     Args:
-        dout: gradient of ``out``, of its shape and dtype, of any strides.
-        out, total: results of ``attention_sink_fwd``.
-        sink: its argument.
+        dout: gradient of ``out``, in its shape and dtype, with any strides.
+        out: from ``attention_sink_fwd``, [b, h, s, d] float32, float16 or bfloat16.
+        total: from ``attention_sink_fwd``, float32 [b, h, s].
+        sink: float32 [h], as passed to ``attention_sink_fwd``.
 
     Returns:
         float32 [h], summed in a fixed order.
 
     Raises:
         TypeError: a tensor has another dtype than those above.
-        ValueError: a shape does not fit.
+        ValueError: a shape does not match.
     """
     dout, out = _with_rows(dout), _with_rows(out)
     dsink = torch.empty_like(sink)

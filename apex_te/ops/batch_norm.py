@@ -21,7 +21,7 @@ class BatchNormStatistics(NamedTuple):
 
     Attributes:
         mean: mean of all elements.
-        var: unbiased variance; NaN for one element.
+        var: unbiased variance; NaN if the channel has one element.
         inv_std: 1 / sqrt(biased variance + eps).
     """
 
@@ -31,7 +31,7 @@ class BatchNormStatistics(NamedTuple):
 
 
 class BatchNormSums(NamedTuple):
-    """Sums of each channel that backward needs.
+    """Sums over each channel that backward needs.
 
     Attributes:
         sum_dy: sum of the gradients, float32 [c].
@@ -50,11 +50,11 @@ class BatchNormSums(NamedTuple):
 def batch_norm_stats(
     x: torch.Tensor, *, channels_last: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes mean and biased variance of each channel.
+    """Computes the mean and biased variance of each channel.
 
     Args:
-        x: float32, float16 or bfloat16, [n, c, ...], or [..., c] with ``channels_last``. Taken as
-            it lies if it is contiguous or in channels-last memory, else made contiguous.
+        x: float32, float16 or bfloat16, [n, c, ...], or [..., c] with ``channels_last``. Copied
+            unless it is contiguous or in channels-last memory.
         channels_last: True if the channels are the last dimension.
 
     Returns:
@@ -62,7 +62,7 @@ def batch_norm_stats(
 
     Raises:
         TypeError: ``x`` has another dtype.
-        ValueError: ``x`` has no dimension of channels.
+        ValueError: ``x`` has too few dimensions to have channels.
     """
     layout = _Layout("batch_norm_stats", x, channels_last)
     mean = layout.data.new_empty(layout.data.shape[1], dtype=torch.float32)
@@ -82,24 +82,24 @@ def batch_norm_combine(
     running_var: torch.Tensor | None = None,
     momentum: float = 0.1,
 ) -> BatchNormStatistics:
-    """Combines statistics of parts of a batch, such as those of ranks, and updates running ones.
+    """Combines the statistics of parts of a batch, such as ranks, and updates running statistics.
 
     Args:
         means: float32 [parts, c].
         vars: biased variances, float32 [parts, c].
-        counts: elements of a channel in each part, int32 [parts]; a part may be empty.
+        counts: number of elements per channel in each part, int32 [parts]; a part may be empty.
         eps: added to the variance.
-        running_mean: float32 [c], overwritten by
-            ``(1 - momentum) * running_mean + momentum * mean``.
-        running_var: likewise, with the unbiased variance.
-        momentum: share of the new statistics in the running ones.
+        running_mean: float32 [c], overwritten by ``(1 - momentum) * running_mean + momentum *
+            mean``.
+        running_var: float32 [c], updated in the same way with the unbiased variance.
+        momentum: weight of the new statistics in the running ones.
 
     Returns:
         The statistics of the whole batch.
 
     Raises:
         TypeError: a tensor has another dtype than those above.
-        ValueError: a shape does not fit.
+        ValueError: a shape does not match.
     """
     means = means.contiguous()
     out = BatchNormStatistics(*(means.new_empty(means.shape[1:]) for _ in range(3)))
@@ -126,10 +126,10 @@ def batch_norm_fwd(
     """Computes ``(x - mean) * inv_std * weight + bias + z``, and its ReLU, rounded once.
 
     Args:
-        x: as in ``batch_norm_stats``.
-        mean, inv_std: float32 [c].
-        weight, bias: [c], of one dtype: that of ``x``, or float32.
-        z: residual of ``x``'s shape and dtype.
+        x: float32, float16 or bfloat16, [n, c, ...], or [..., c] with ``channels_last``.
+        mean, inv_std: float32 [c]; inv_std is 1 / sqrt(biased variance + eps).
+        weight, bias: [c], both in the dtype of ``x`` or both float32; None for 1 and 0.
+        z: residual in the shape and dtype of ``x``; None adds nothing.
         relu: True to apply a ReLU at the end.
         channels_last: True if the channels are the last dimension.
 
@@ -138,7 +138,7 @@ def batch_norm_fwd(
 
     Raises:
         TypeError: a tensor has another dtype than those above.
-        ValueError: a shape does not fit.
+        ValueError: a shape does not match.
     """
     layout = _Layout("batch_norm_fwd", x, channels_last)
     y = torch.empty_like(layout.data)
@@ -160,22 +160,23 @@ def batch_norm_reduce(
     relu: bool = False,
     channels_last: bool = False,
 ) -> BatchNormSums:
-    """Sums the output's gradient, and it times ``x - mean``, over each channel.
+    """Sums the output gradient, and its product with ``x - mean``, over each channel.
 
-    With ``relu`` the gradient counts where ``batch_norm_fwd`` of the same arguments has a positive
-    argument of the ReLU.
+    With ``relu``, the gradient is zero where the input of the ReLU is not positive.
 
     Args:
-        dy: gradient of the output, of ``x``'s shape and dtype.
-        x, mean, inv_std, weight, bias, z, relu, channels_last: as in ``batch_norm_fwd``.
+        dy: gradient of the output, in the shape and dtype of ``x``.
+        x: float32, float16 or bfloat16, [n, c, ...], or [..., c] with ``channels_last``.
+        mean, inv_std: float32 [c]; inv_std is 1 / sqrt(biased variance + eps).
+        weight, bias, z, relu, channels_last: as passed to ``batch_norm_fwd``.
 
     Returns:
-        The sums, in a fixed order; the gradient of the weight, ``sum_dy_xmu * inv_std``, and that
-        of the bias, ``sum_dy``, in their dtypes, where these are given.
+        The sums, added in a fixed order; and, for a weight or bias that is given, its gradient in
+        its dtype, ``sum_dy_xmu * inv_std`` or ``sum_dy``.
 
     Raises:
         TypeError: a tensor has another dtype than those above.
-        ValueError: a shape does not fit.
+        ValueError: a shape does not match.
     """
     layout = _Layout("batch_norm_reduce", x, channels_last)
     data, grad, residual = layout.data, layout.like("dy", dy), layout.like("z", z)
@@ -203,23 +204,27 @@ def batch_norm_bwd(
     with_dz: bool = False,
     channels_last: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Computes the gradient of ``x`` and, with ``with_dz``, that of ``z``.
+    """Computes the gradient of ``x`` and, if requested, that of ``z``.
 
     ``dx = (d - sum_dy / n - (x - mean) * inv_std ** 2 * sum_dy_xmu / n) * inv_std * weight`` with
-    ``n = counts.sum()`` and d the gradient of the output, through the ReLU if ``relu``.
+    ``n = counts.sum()``. d is the gradient of the output, set to zero where ``relu`` made the
+    output zero.
 
     Args:
-        dy, x, mean, inv_std, weight, bias, z, relu, channels_last: as in ``batch_norm_reduce``.
-        sum_dy, sum_dy_xmu: float32 [c], over all parts of the batch.
-        counts: elements of a channel in each part, int32 [parts].
-        with_dz: True to compute d, the gradient of ``z``, too.
+        dy: gradient of the output, in the shape and dtype of ``x``.
+        x: float32, float16 or bfloat16, [n, c, ...], or [..., c] with ``channels_last``.
+        mean, inv_std: float32 [c]; inv_std is 1 / sqrt(biased variance + eps).
+        weight, bias, z, relu, channels_last: as passed to ``batch_norm_fwd``.
+        sum_dy, sum_dy_xmu: float32 [c], sums of ``batch_norm_reduce`` over all parts of the batch.
+        counts: number of elements per channel in each part, int32 [parts].
+        with_dz: also return d, the gradient of ``z``.
 
     Returns:
-        (gradient of ``x``, gradient of ``z`` or None), of ``x``'s shape and dtype.
+        (gradient of ``x``, gradient of ``z`` or None), in the shape and dtype of ``x``.
 
     Raises:
         TypeError: a tensor has another dtype than those above.
-        ValueError: a shape does not fit.
+        ValueError: a shape does not match.
     """
     layout = _Layout("batch_norm_bwd", x, channels_last)
     data, grad, residual = layout.data, layout.like("dy", dy), layout.like("z", z)
@@ -242,17 +247,20 @@ def batch_norm_relu_bwd(
     z: torch.Tensor | None = None,
     channels_last: bool = False,
 ) -> torch.Tensor:
-    """Computes the gradient of the ReLU's argument: ``dy`` where that is positive, else 0.
+    """Computes the gradient of the ReLU's input: ``dy`` where the input is positive, else 0.
 
     Args:
-        dy, x, mean, inv_std, weight, bias, z, channels_last: as in ``batch_norm_reduce``.
+        dy: gradient of the output, in the shape and dtype of ``x``.
+        x: float32, float16 or bfloat16, [n, c, ...], or [..., c] with ``channels_last``.
+        mean, inv_std: float32 [c]; inv_std is 1 / sqrt(biased variance + eps).
+        weight, bias, z, channels_last: as passed to ``batch_norm_fwd``.
 
     Returns:
         A tensor of ``x``'s shape, dtype and memory order.
 
     Raises:
         TypeError: a tensor has another dtype than those above.
-        ValueError: a shape does not fit.
+        ValueError: a shape does not match.
     """
     layout = _Layout("batch_norm_relu_bwd", x, channels_last)
     grad, residual = layout.like("dy", dy), layout.like("z", z)
@@ -263,11 +271,7 @@ def batch_norm_relu_bwd(
 
 
 class _Layout:
-    """View of ``x`` and tensors of its shape as contiguous [n, c, s].
-
-    Channels-last data have s = 1; channels-first tensors in channels-last memory are taken, and
-    given, as they lie.
-    """
+    """View of ``x`` and tensors of its shape as [n, c, s], without copying channels-last data."""
 
     def __init__(self, owner: str, x: torch.Tensor, channels_last: bool) -> None:
         least = 1 if channels_last else 2

@@ -47,8 +47,8 @@ def bias_dropout_add(
 
     An element is dropped with probability q: p rounded to a multiple of 1/65536, at least 1/65536
     and at most 65535/65536. Dropping multiplies by 0, so NaN and infinity give NaN. Other elements
-    are multiplied by 1 / (1 - q), which keeps the expectation exact. No random number is drawn if
-    p = 0, if p = 1 (everything is dropped) or if ``training`` is False. Backward applies the
+    are multiplied by 1 / (1 - q), which keeps the expectation exact. No random number is drawn if p
+    = 0, if p = 1 (everything is dropped) or if ``training`` is False. Backward applies the
     forward's mask to the gradients of x and bias; the bias's gradient is summed over rows
     deterministically. The residual's gradient is that of the output.
 
@@ -56,21 +56,22 @@ def bias_dropout_add(
         x: [..., cols] float32, float16 or bfloat16; made contiguous if it is not.
         bias: [cols] of x's dtype or float32, or None.
         residual: x's shape, of x's dtype or float32; made contiguous if it is not.
-        p: probability of an element to be dropped, 0 to 1.
+        p: dropout probability, from 0 to 1.
         training: False has the effect of p = 0.
         seed: determines the mask: one int64 on x's device, or its halves as int32 [2], the low one
-            first; None draws it.
-        generator: generator of x's device to draw the seed from; None takes the device's default
-            one. ``torch.utils.checkpoint`` restores only the default generator, and none during
-            capture of a CUDA graph. With another generator or in a capture, draw the seed outside
-            of the checkpointed function and pass it.
+            first; None draws one.
+        generator: generator on x's device that draws the seed; None uses the device's default
+            generator. ``torch.utils.checkpoint`` restores only the default generator, and none
+            during capture of a CUDA graph. With another generator or in a capture, draw the seed
+            outside of the checkpointed function and pass it.
 
     Returns:
         A contiguous tensor of x's shape and residual's dtype.
 
     Raises:
         TypeError: an argument has a dtype that is not listed.
-        ValueError: a shape or p does not fit, or both ``seed`` and ``generator`` are given.
+        ValueError: a shape does not match, ``p`` is out of range, or both ``seed`` and
+            ``generator`` are given.
     """
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"bias_dropout_add: p must be from 0 to 1, got {p}")
@@ -103,20 +104,24 @@ def bias_dropout_add_bwd(
     bias_dtype: torch.dtype | None = None,
     mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Computes the gradients of ``bias_dropout_add`` in x and bias; the residual's is ``dout``.
+    """Computes the gradients of x and bias in ``bias_dropout_add``; the residual's is ``dout``.
 
     Args:
         dout: [..., cols], gradient of the output, in the output's dtype; made contiguous if it is
             not.
-        seed: the forward's seed; None for p = 0 and p = 1.
+        seed: the forward's seed, one int64 or two int32; None if p is 0 or 1.
         p: the forward's p.
-        x_dtype: dtype of dx; None to leave dx out.
-        bias_dtype: dtype of dbias; None to leave dbias out.
+        x_dtype: dtype of dx; None skips dx.
+        bias_dtype: dtype of dbias; None skips dbias.
         mask: CPU only: the forward's mask, uint8 [rows, ceil(cols / 8)], one bit per element; None
             computes it from ``seed``.
 
     Returns:
-        (dx of dout's shape, dbias [cols] summed in a fixed order); None for one left out.
+        (dx in dout's shape, dbias [cols] summed in a fixed order), each None if skipped.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape does not match, or ``p`` is out of range.
     """
     dense = _rows(dout)
     rows, cols = dense.shape
@@ -204,7 +209,7 @@ def keep_mask(seed: torch.Tensor, rows: int, cols: int, p: float) -> torch.Tenso
 
     Args:
         seed: one int64 element; the mask is on its device.
-        p: probability of an element to be dropped, above 0 and below 1.
+        p: dropout probability, above 0 and below 1.
     """
     row = torch.arange(rows, device=seed.device)[:, None]
     vec = torch.arange(-(-cols // 8), device=seed.device)

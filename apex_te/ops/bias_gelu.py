@@ -82,11 +82,17 @@ def bias_gelu_fwd(
     """Computes ``bias_gelu`` without autograd.
 
     Args:
-        x, bias, form: as in ``bias_gelu``.
+        x: [..., cols] float32, float16 or bfloat16; made contiguous if it is not.
+        bias: [cols] in x's dtype; None adds nothing.
+        form: "tanh" or "erf" (exact).
         out: tensor of x's shape and dtype to write instead of a new one; may be x.
 
     Returns:
         ``out`` or the new tensor.
+
+    Raises:
+        TypeError: x has a dtype that is not listed, or another argument's dtype does not match.
+        ValueError: a shape or device does not match, or ``form`` is not listed.
     """
     is_tanh = op_options.is_tanh("bias_gelu_fwd", form)
     x = x.contiguous()
@@ -109,11 +115,20 @@ def bias_gelu_bwd(
     """Computes the gradients of ``bias_gelu``: grad_output * gelu'(x + bias) and its column sums.
 
     Args:
-        grad_output: gradient of the output, of x's shape and dtype.
-        x, bias, form: as in ``bias_gelu``.
+        grad_output: gradient of the output, in x's shape and dtype.
+        x: [..., cols] float32, float16 or bfloat16.
+        bias: [cols] in x's dtype, or None.
+        form: "tanh" or "erf", as passed to ``bias_gelu``.
         with_dbias: also return the bias's gradient, the column sums, added in float32 in a fixed
             order.
         out: tensor of x's shape and dtype to write x's gradient to; may be ``grad_output``.
+
+    Returns:
+        The gradient of x, in its shape and dtype, and of the bias, [cols] or None.
+
+    Raises:
+        TypeError: x has a dtype that is not listed, or another argument's dtype does not match.
+        ValueError: a shape or device does not match, or ``form`` is not listed.
     """
     is_tanh = op_options.is_tanh("bias_gelu_bwd", form)
     grad_output, x = grad_output.contiguous(), x.contiguous()
@@ -192,16 +207,27 @@ def bias_gelu_bwd_fp8(
     with_dbias: bool = False,
     out: FP8Output | None = None,
 ) -> BiasGeluFP8Grads:
-    """Computes ``bias_gelu_bwd`` and quantizes the gradient of x, which is float32 before the cast.
+    """Computes ``bias_gelu_bwd`` and quantizes x's gradient, which stays float32 until the cast.
 
     The bias's gradient is the column sum of the float32 gradient.
 
     Args:
-        grad_output, with_dbias: as in ``bias_gelu_bwd``.
-        x, bias, scale, fp8_dtype, form, rowwise, columnwise, pad_columnwise, out: as in
-            ``bias_gelu_fwd_fp8``.
+        grad_output: gradient of the output, in x's shape and dtype.
+        x: [..., cols] float32, float16 or bfloat16; rows is the product of all dimensions but the
+            last.
+        bias: [cols] in x's dtype, or None.
+        scale: one float32 element on x's device.
+        fp8_dtype, form, rowwise, columnwise, pad_columnwise, out: as in ``bias_gelu_fwd_fp8``.
+        with_dbias: also return the gradient of the bias.
         amax: one float32 element, becomes max(amax, max |gradient of x|), before scaling; NaN
             counts as largest. None computes no amax.
+
+    Returns:
+        FP8 copies of x's gradient, a matrix [rows, cols], and the bias's gradient, [cols] or None.
+
+    Raises:
+        TypeError: x has a dtype that is not listed, or another argument's dtype does not match.
+        ValueError: a shape or device does not match, or ``form`` is not listed.
     """
     is_tanh = op_options.is_tanh("bias_gelu_bwd_fp8", form)
     grad_output = as_matrix("bias_gelu_bwd_fp8", grad_output)

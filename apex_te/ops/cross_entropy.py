@@ -54,13 +54,14 @@ def cross_entropy(
 
     Args:
         logits: [..., V] float32, float16 or bfloat16.
-        target: [...] int64 or int32. An index outside [0, V) other than ``ignore_index`` raises on
-            the CPU. On the GPU it gives NaN, because the host does not wait for the GPU.
+        target: [...] int64 or int32. An index outside [0, V) other than ``ignore_index`` raises
+            ValueError on the CPU. On the GPU it gives NaN, because the host does not wait for the
+            GPU.
         ignore_index: rows with this target have loss 0 and gradient 0 and do not count in the mean.
         label_smoothing: in [0, 1], the part of the target's probability that is spread over all V.
         reduction: "mean" over rows that are not ignored, "sum" or "none".
-        overwrite_logits: write the gradient to the memory of the logits, whose values are lost.
-            The logits must be contiguous, and backward may run only once. torch.compile ignores it.
+        overwrite_logits: write the gradient to the memory of the logits, whose values are lost. The
+            logits must be contiguous, and backward may run only once. torch.compile ignores it.
 
     Returns:
         The loss in float32: a scalar, or with "none" one loss per row, in the shape of ``target``.
@@ -109,11 +110,14 @@ def cross_entropy_fwd(
         stats: [rows, 2] float32, written for ``cross_entropy_bwd``: the largest logit of each row
             and the sum of exp(logit - largest).
         num_valid: one int32 element by which the gradient is divided; None does not divide.
-        ignore_index: as in ``cross_entropy``.
-        label_smoothing: as in ``cross_entropy``.
+        ignore_index, label_smoothing: as in ``cross_entropy``.
 
     Returns:
         The losses, float32 [rows].
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or option does not match, or, on the CPU, a target is out of range.
     """
     loss = logits.new_empty(target.shape, dtype=torch.float32)
     _fwd(logits, target, loss, grad, stats, num_valid, ignore_index, label_smoothing)
@@ -139,16 +143,19 @@ def cross_entropy_bwd(
     Each element is computed in float32 and rounded once.
 
     Args:
-        logits: as in ``cross_entropy_fwd``.
-        target: as in ``cross_entropy_fwd``.
-        stats: [rows, 2] float32, as ``cross_entropy_fwd`` wrote it for these logits.
+        logits: [rows, V] float32, float16 or bfloat16, contiguous.
+        target: [rows] int64 or int32, contiguous.
+        stats: [rows, 2] float32, written by ``cross_entropy_fwd`` for these logits.
         grad_output: gradient of the losses, float32, one element or [rows].
         grad: contiguous tensor of the shape and dtype of ``logits`` to write; may be ``logits``.
         num_valid: one int32 element by which the gradient is divided; None does not divide.
-        ignore_index: as in ``cross_entropy``.
-        label_smoothing: as in ``cross_entropy``.
-        made: True if ``grad`` already holds what ``cross_entropy_fwd`` wrote for the same
+        ignore_index, label_smoothing: as in ``cross_entropy``.
+        made: True if ``grad`` already contains what ``cross_entropy_fwd`` wrote for the same
             arguments. Then ``grad_output`` must have one element; if it is 1, nothing is written.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or option does not match.
     """
     _bwd(logits, target, stats, grad_output, grad, num_valid, ignore_index, label_smoothing, made)
     note_written(grad)

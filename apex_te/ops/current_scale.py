@@ -101,6 +101,10 @@ def tensor_amax(x: torch.Tensor) -> torch.Tensor:
 
     Args:
         x: [rows, cols] float32, float16 or bfloat16; made contiguous if it is not.
+
+    Raises:
+        TypeError: x has a dtype that is not listed.
+        ValueError: x does not have two dimensions.
     """
     x = fp8_output.contiguous_matrix("current_scale", x)
     (amax,) = fp8_output.float_scalars(x, 1)
@@ -124,7 +128,13 @@ def scale_of(
         amax: one float32 element.
         scale: one float32 element on the device of ``amax``; written.
         scale_inv: one float32 element on the device of ``amax``; written.
-        fp8_dtype, eps, pow2: as in ``current_scale``.
+        fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
+        eps: smallest amax, zero or more.
+        pow2: round the scale down to a power of two.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or device does not match, or ``eps`` is negative.
     """
     check_fp8_dtype("current_scale", fp8_dtype, fnuz=True)
     # The cast of an empty matrix writes the scale alone.

@@ -31,7 +31,7 @@ class GatedHidden(NamedTuple):
     """Result of ``dense_gemm_swiglu``.
 
     Attributes:
-        hidden: bfloat16 [M, 2F], the activation's input, gates first.
+        hidden: bfloat16 [M, 2F], the input of the activation, gates first.
         act: FP8 data of the activation, rowwise [M, F].
     """
 
@@ -64,11 +64,11 @@ def dense_gemm_swiglu(
     activation: str = "silu",
     amax: torch.Tensor | None = None,
 ) -> GatedHidden:
-    """Computes hidden = a @ b.T + bias, and act(gate) * up of ``hidden`` as FP8 data.
+    """Computes hidden = a @ b.T + bias in bfloat16, and act(gate) * up of ``hidden`` as FP8 data.
 
-    In this formula a and b stand for the operands times their scale_inv.
+    In this formula a and b are the operands times their scale_inv.
 
-    Results equal those of two ops bitwise: ``dense_gemm`` without ``use_split_accumulator``, and
+    Results are bitwise identical to ``dense_gemm`` without ``use_split_accumulator``, then
     ``swiglu_fwd_fp8`` of its result with E4M3 as ``fp8_dtype``.
 
     Args:
@@ -78,7 +78,7 @@ def dense_gemm_swiglu(
         b_scale_inv: one float32 element on the device.
         scale: one float32 element, the scale of the activation's FP8 data.
         bias: [2F], converted to bfloat16; None adds nothing.
-        activation: a name, as in ``swiglu``.
+        activation: a name that ``swiglu`` accepts, such as "silu" or "gelu".
         amax: one float32 element, becomes max(amax, max |act(gate) * up|), before scaling; NaN
             counts as largest. None computes no amax.
 
@@ -113,10 +113,10 @@ def dense_gemm_swiglu_bwd(
     amax: torch.Tensor | None = None,
     act_scale: torch.Tensor | None = None,
 ) -> GatedGradient:
-    """Computes the gradient of ``hidden`` as FP8 data from dy, the gradient of the MLP's output.
+    """Computes the gradient of ``hidden`` as FP8 data, from dy, the gradient of the MLP's output.
 
-    Results equal those of two ops bitwise: ``dense_gemm`` to bfloat16 with
-    ``use_split_accumulator``, and ``swiglu_bwd_fp8``.
+    Results are bitwise identical to ``dense_gemm`` to bfloat16 with ``use_split_accumulator``, then
+    ``swiglu_bwd_fp8``.
 
     Args:
         a: [M, K] FP8, contiguous; dy.
@@ -124,15 +124,15 @@ def dense_gemm_swiglu_bwd(
             of 16.
         a_scale_inv: one float32 element on the device.
         b_scale_inv: one float32 element on the device.
-        hidden: bfloat16 [M, 2F], contiguous, as ``dense_gemm_swiglu`` made it.
+        hidden: bfloat16 [M, 2F], contiguous, from ``dense_gemm_swiglu``.
         scale: one float32 element, the scale of the gradient's FP8 data.
-        fp8_dtype: dtype of the gradient's FP8 data.
-        activation: a name, as in ``swiglu``.
+        fp8_dtype: dtype of the gradient's FP8 data, torch.float8_e4m3fn or torch.float8_e5m2.
+        activation: as passed to ``dense_gemm_swiglu``.
         columnwise: also make the gradient's columnwise copy.
-        amax: one float32 element, becomes max(amax, max |gradient|), before scaling; NaN counts
-            as largest. None computes no amax.
-        act_scale: one float32 element, the scale of the activation's FP8 data. If given, the
-            activation's columnwise copy is made, too, in E4M3; None makes none.
+        amax: one float32 element, becomes max(amax, max |gradient|), before scaling; NaN counts as
+            largest. None computes no amax.
+        act_scale: one float32 element, the scale of the activation's FP8 data; also makes the
+            activation's columnwise copy, in E4M3. None does not.
 
     Raises:
         TypeError: an argument has a dtype that is not listed.

@@ -118,8 +118,23 @@ def emulated_fp8_gemm(
 ) -> torch.Tensor:
     """Computes ``fp8_gemm`` without FP8 matrix units, by decoding the operands.
 
-    Arguments, result and errors are those of ``fp8_gemm.fp8_gemm``, but two E5M2 operands are
-    supported, and the options ``gelu``, ``use_split_accumulator`` and ``c`` are not.
+    Unlike ``fp8_gemm``, it supports two E5M2 operands.
+
+    Args:
+        a: [M, K] FP8.
+        b: [N, K] FP8.
+        a_scale_inv, b_scale_inv: one float32 element each, on the device.
+        out: [M, N] float32, float16 or bfloat16 to write; a new tensor unless given.
+        out_dtype: dtype of the new tensor if ``out`` is not given.
+        bias: [N], converted to out's dtype, or to bfloat16 for a float32 out.
+        accumulate: add the result to ``out``, which must be given, instead of overwriting it.
+
+    Returns:
+        The output [M, N]: ``out`` or the new tensor.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: the shape or device of an argument does not match.
     """
     out, bias = _prepare(
         "emulated_fp8_gemm", a, b, a_scale_inv, b_scale_inv, out, out_dtype, bias, accumulate
@@ -149,8 +164,25 @@ def emulated_block_gemm(
 ) -> torch.Tensor:
     """Computes ``block_scaled_gemm`` without FP8 matrix units, in float32.
 
-    Arguments, result and errors are those of ``fp8_gemm.block_scaled_gemm``, but two E5M2 operands
-    and every pair of ``block_rows`` are supported, and ``c`` is not.
+    Unlike ``block_scaled_gemm``, it supports two E5M2 operands and every pair of ``block_rows``.
+
+    Args:
+        a: [M, K] FP8.
+        b: [N, K] FP8.
+        a_scale_inv: float32 of shape block_quantize.scale_shape(M, K, a_block_rows).
+        b_scale_inv: float32 of shape block_quantize.scale_shape(N, K, b_block_rows).
+        a_block_rows, b_block_rows: 1 (blocks of 1x128) or 128 (128x128).
+        out: [M, N] float32, float16 or bfloat16 to write; a new tensor unless given.
+        out_dtype: dtype of the new tensor if ``out`` is not given.
+        bias: [N], converted to out's dtype, or to bfloat16 for a float32 out.
+        accumulate: add the result to ``out``, which must be given, instead of overwriting it.
+
+    Returns:
+        The output [M, N]: ``out`` or the new tensor.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: the shape or device of an argument does not match.
     """
     out, bias = _prepare(
         "emulated_block_gemm", a, b, a_scale_inv, b_scale_inv, out, out_dtype, bias, accumulate

@@ -1,4 +1,4 @@
-"""Sigmoid focal loss of detectors, and its gradient, each from one pass over the logits."""
+"""Sigmoid focal loss for object detection and its gradient, each in one pass over the logits."""
 
 from __future__ import annotations
 
@@ -26,30 +26,31 @@ def focal_loss(
     gamma: float = 2.0,
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """Computes the sigmoid focal loss of all logits, divided by a count, differentiably.
+    """Computes the sum of the sigmoid focal loss over all logits, divided by ``num_positives``.
 
-    With ``p`` the probability that a logit gives to the wrong answer and ``ce`` its binary cross
-    entropy, an element's loss is ``w * p ** gamma * ce``, where ``w`` is ``alpha`` at the target's
-    class and ``1 - alpha`` elsewhere. Backward computes the gradient from the logits, rounded once.
+    An element's loss is ``w * p ** gamma * ce``, where ``p`` is the probability that its logit
+    gives to the wrong answer, ``ce`` is its binary cross entropy, and ``w`` is ``alpha`` at the
+    target's class and ``1 - alpha`` elsewhere. It is differentiable; backward recomputes the
+    gradient from the logits and rounds it once.
 
     Args:
         logits: [..., C] float32, float16 or bfloat16; made contiguous if it is not.
-        target: class of each row, [...] int64. Rows of -2 are ignored; those of -1, or of another
-            value outside the classes, have only background.
-        num_positives: divides the loss, one float32 element.
-        num_classes: number of classes, None for C; later columns of ``logits`` are padding, which
-            has no loss and gradient 0.
+        target: int64 [...], the class of each row. Rows of -2 are ignored; -1 or any other value
+            outside the classes marks a row that is all background.
+        num_positives: one float32 element, the divisor of the loss.
+        num_classes: number of classes; None for C. Later columns of ``logits`` are padding: they
+            add no loss and have gradient 0.
         alpha: weight of the target's class.
         gamma: exponent, at least 0.
-        label_smoothing: in [0, 1]; half of it is the label of the background, and 1 less half of it
-            that of the target's class.
+        label_smoothing: s in [0, 1]: labels are ``s / 2`` for the background and ``1 - s / 2`` for
+            the target's class.
 
     Returns:
-        float32 [], summed in a fixed order.
+        A float32 scalar, summed in a fixed order.
 
     Raises:
         TypeError: a tensor has another dtype than those above.
-        ValueError: a shape or a number does not fit.
+        ValueError: a shape does not match, or a number is out of range.
     """
     options = num_classes, alpha, gamma, label_smoothing
     return FocalLossFunction.apply(logits, target, num_positives, *options)
@@ -67,19 +68,21 @@ def focal_loss_fwd(
     *,
     with_grad: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Computes ``focal_loss`` and the gradient of its sum, without the division by the count.
+    """Computes ``focal_loss`` and the gradient of its undivided sum.
 
     Args:
         logits, target, num_positives, num_classes, alpha, gamma, label_smoothing: as in
-            ``focal_loss``.
-        with_grad: False to leave the gradient out.
+            ``focal_loss``: logits [..., C] float32, float16 or bfloat16, target [...] int64,
+            num_positives one float32 element.
+        with_grad: False skips the gradient.
 
     Returns:
-        (loss, float32 [], gradient like ``logits`` for ``focal_loss_scale`` or None).
+        (loss, grad): a float32 scalar, divided by ``num_positives``; and the gradient of the sum,
+        in the shape and dtype of ``logits``, to pass to ``focal_loss_scale``, or None.
 
     Raises:
-        TypeError: a tensor has another dtype than those of ``focal_loss``.
-        ValueError: a shape or a number does not fit.
+        TypeError: a tensor has another dtype than those above.
+        ValueError: a shape does not match, or a number is out of range.
     """
     rows, targets, classes = _rows("focal_loss_fwd", logits, target, num_classes)
     grad = torch.empty_like(rows) if with_grad else None
@@ -101,10 +104,20 @@ def focal_loss_bwd(
     gamma: float = 2.0,
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """Computes the gradient of ``focal_loss``, times ``grad_output``, one float32 element.
+    """Computes the gradient of ``focal_loss`` with respect to the logits, times ``grad_output``.
 
-    The other arguments are those of ``focal_loss``, as are the errors. Returns a contiguous tensor
-    of ``logits``' shape and dtype.
+    Args:
+        logits: [..., C] float32, float16 or bfloat16; made contiguous if it is not.
+        target: int64 [...].
+        num_positives, grad_output: one float32 element each.
+        num_classes, alpha, gamma, label_smoothing: as passed to ``focal_loss``.
+
+    Returns:
+        A contiguous tensor in the shape and dtype of ``logits``.
+
+    Raises:
+        TypeError: a tensor has another dtype than those above.
+        ValueError: a shape does not match, or a number is out of range.
     """
     rows, targets, classes = _rows("focal_loss_bwd", logits, target, num_classes)
     grad = torch.empty_like(rows)
@@ -117,10 +130,10 @@ def focal_loss_bwd(
 def focal_loss_scale(
     grad: torch.Tensor, grad_output: torch.Tensor, num_positives: torch.Tensor
 ) -> torch.Tensor:
-    """Multiplies the gradient of ``focal_loss_fwd`` in place by ``grad_output / num_positives``.
+    """Multiplies the gradient from ``focal_loss_fwd`` by ``grad_output / num_positives`` in place.
 
     Args:
-        grad: [..., C] float32, float16 or bfloat16, contiguous; is written.
+        grad: [..., C] float32, float16 or bfloat16, contiguous; overwritten.
         grad_output, num_positives: one float32 element each.
 
     Returns:
@@ -128,7 +141,7 @@ def focal_loss_scale(
 
     Raises:
         TypeError: a tensor has another dtype than those above.
-        ValueError: ``grad`` is not contiguous, or another tensor has several elements.
+        ValueError: ``grad`` is not contiguous, or another tensor does not have one element.
     """
     _scale(grad.view(1, -1), grad_output, num_positives)
     note_written(grad)

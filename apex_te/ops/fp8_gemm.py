@@ -98,7 +98,7 @@ def block_scaled_gemm(
     accumulate: bool = False,
     c: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Computes out[M, N] = a @ b.T + bias + c of operands that ``block_quantize`` has made.
+    """Computes out[M, N] = a @ b.T + bias + c of operands from ``block_quantize``.
 
     The GEMM is split into slices of 128 along K. Each slice is (a @ b.T) * a_scale_inv *
     b_scale_inv with the scales of its blocks, and slices are summed in float32.
@@ -121,7 +121,8 @@ def block_scaled_gemm(
         out_dtype: dtype of a new tensor: bfloat16, float16 or float32.
         bias: [N], converted to out's dtype, or to bfloat16 for a float32 out.
         accumulate: add the result to ``out``, which must be given, instead of overwriting it.
-        c: as in ``fp8_gemm``.
+        c: [M, N] in the output's dtype, contiguous: a tensor such as a residual, added before
+            rounding; not with ``accumulate``.
 
     Returns:
         The output [M, N]: ``out`` or the new tensor.
@@ -295,7 +296,7 @@ def tune(
     device: torch.device | str = "cuda",
     block_seconds: float = 0.3,
 ) -> None:
-    """Times cuBLASLt's algorithms for GEMMs of linear layers; later GEMMs use the fastest ones.
+    """Benchmarks cuBLASLt's algorithms for GEMMs of linear layers; later GEMMs use the fastest.
 
     Args:
         shapes: (tokens, in_features, out_features) of each layer.

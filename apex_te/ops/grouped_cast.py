@@ -1,9 +1,9 @@
-"""Casts to FP8 of groups of rows that are gathered or computed where they are cast.
+"""Casts groups of rows to FP8 that are gathered or computed in the same kernel.
 
-Each gives bitwise what an op and then ``quantize_groups`` or ``block_quantize_groups`` of its
-result give, without writing and reading that result: a permutation, a gated activation, or the
-gradient of one. On the CPU, and for shapes and dtypes that the kernels do not take, those ops run
-one after the other.
+Sources are a permutation, a gated activation, or the gradient of one. Results are bitwise identical
+to the separate op followed by ``quantize_groups`` or ``block_quantize_groups``, without writing the
+intermediate result to memory. On the CPU, and for shapes and dtypes that the kernels do not
+support, the separate ops run.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _swiglu = runtime.ops("swiglu")
 
 
 class Gather(NamedTuple):
-    """Rows x[row_of[r]] * factor[r], such as tokens, or gradients of tokens, in experts' order.
+    """Source of rows x[row_of[r]] * factor[r], such as tokens sorted by expert.
 
     Attributes:
         x: [tokens, cols] float32, float16 or bfloat16.
-        row_of: int32 [rows], as ``moe_permute.tokens_of_rows`` returns it. -1 stands for a row of
-            zeros. Another value that is not a row of x raises ValueError on the CPU; on a GPU that
-            row is NaN, because the host does not wait. Values after the last group are not used.
+        row_of: int32 [rows], from ``moe_permute.tokens_of_rows``. -1 is a row of zeros. Any other
+            value outside x raises ValueError on the CPU; on a GPU it makes the row NaN, because the
+            host does not wait. Values after the last group are ignored.
         factor: float32 [rows], or None for ones.
     """
 
@@ -47,16 +47,17 @@ class Gather(NamedTuple):
 
 
 class Gated(NamedTuple):
-    """Rows act(gate) * up * factor[r], as ``swiglu`` computes them.
+    """Source of rows act(gate) * up * factor[r], as ``swiglu`` computes them.
 
     Attributes:
         x: [rows, 2F] float32, float16 or bfloat16, gates first.
         factor: float32 [rows], such as the experts' probabilities, or None for ones.
-        activation: as in ``swiglu``.
-        bias: [groups, 2F] in the dtype of x, added to each group's rows of x; the sum is rounded,
-            as ``grouped_quantize.finish_rows`` does. None adds nothing.
+        activation: a name that ``swiglu`` accepts, such as "silu", or a ``ClampedSwiglu``.
+        bias: [groups, 2F] in the dtype of x, added to the rows of each group and rounded to that
+            dtype. None adds nothing.
         interleaved: gates and ups are the even and odd columns of x and bias, not their halves. On
-            a GPU a kernel takes this with ``ClampedSwiglu`` and a bias; otherwise separate ops do.
+            a GPU, one kernel supports this for ``ClampedSwiglu`` with a bias; otherwise separate
+            ops run.
     """
 
     x: torch.Tensor
@@ -67,12 +68,12 @@ class Gated(NamedTuple):
 
 
 class GatedGradient(NamedTuple):
-    """Rows of the gradient of ``Gated`` with respect to x, [rows, 2F], in the order of x.
+    """Source of rows of the gradient of ``Gated`` with respect to x, in the layout of x.
 
     Attributes:
         grad: [rows, F] in the dtype of x, gradient of the gated rows.
-        x: [rows, 2F], as in ``Gated``.
-        factor: as in ``Gated``; ``grad`` times it is not rounded.
+        x: [rows, 2F] float32, float16 or bfloat16, as in ``Gated``.
+        factor: float32 [rows] or None, as in ``Gated``; its product with ``grad`` is not rounded.
         activation, bias, interleaved: as in ``Gated``.
     """
 
@@ -123,34 +124,38 @@ def quantize_source(
     factor_grad: torch.Tensor | None = None,
     bias_grad: torch.Tensor | None = None,
 ) -> GroupedOutput:
-    """Quantizes the rows of a source with one scale for each group, as ``quantize_groups`` does.
+    """Quantizes rows that are gathered or computed, with one scale for each group.
 
-    The values are rounded to the dtype of the source's x before their amax is taken and before
-    they are scaled. With neither copy only ``amax`` is computed.
+    The rows are rounded to the dtype of the source's x before their amax is taken and before they
+    are scaled. With ``rowwise`` and ``columnwise`` False, only ``amax`` is computed.
 
     Args:
-        source: the rows, [rows, cols]; made contiguous where they are not.
-        groups: places of the groups in these rows.
+        source: a ``Gather``, ``Gated`` or ``GatedGradient``, which describes rows [rows, cols].
+        groups: row ranges of the groups.
         scale: float32 [groups], of any stride.
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         rowwise: make the rowwise copy, [rows, cols]; rows after the last group have undefined
             values.
-        columnwise: make the columnwise copy, [cols, groups.columns], placed as in
-            ``quantize_groups``.
+        columnwise: make the columnwise copy, [cols, groups.columns], in which each group begins at
+            a multiple of 16 columns; columns beyond a group's rows are zeros.
         amax: float32 [groups], of any stride, becomes max(amax, max |value| of the group); NaN
             counts as largest. None computes no amax.
         scale_inv: float32 [groups] to use instead of 1 / scale.
-        due: int32 [groups]; groups with 0 are neither read nor written. None: all are quantized.
-        factor_grad: float32 [rows], written; only for a ``GatedGradient`` and without ``due``. It
-            becomes the gradient of its factor, the sum of grad * act(gate) * up over F in float32
-            in a fixed order, and 0 in rows after the last group. None computes none.
-        bias_grad: [groups, 2F] in the dtype of x, written; only for a ``GatedGradient`` with a bias
-            and without ``due``. It becomes the gradient of the bias, the column sums of each
-            group's rounded rows in float32 in a fixed order. None computes none.
+        due: int32 [groups]; groups with 0 are neither read nor written. None quantizes all groups.
+        factor_grad: float32 [rows] to receive the gradient of the factor; only for a
+            ``GatedGradient``, without ``due``. It is the sum of grad * act(gate) * up over F, in
+            float32 in a fixed order, and 0 after the last group. None does not compute it.
+        bias_grad: [groups, 2F] in the dtype of x to receive the gradient of the bias; only for a
+            ``GatedGradient`` with a bias, without ``due``. It sums each group's rounded rows in
+            float32 in a fixed order. None does not compute it.
+
+    Returns:
+        The requested copies, with scale_inv [groups] and row_scale_inv [rows].
 
     Raises:
-        TypeError: an argument has a dtype that is not listed.
-        ValueError: a shape or device does not match, or ``activation`` is not supported.
+        TypeError: ``source`` is of another type, or an argument has a dtype that is not listed.
+        ValueError: a shape or device does not match, or the source's ``activation`` is not
+            supported.
     """
     name = "grouped_cast.quantize_source"
     for key, grad in (("factor_grad", factor_grad), ("bias_grad", bias_grad)):
@@ -186,20 +191,22 @@ def block_quantize_source(
     factor_grad: torch.Tensor | None = None,
     bias_grad: torch.Tensor | None = None,
 ) -> GroupedOutput:
-    """Quantizes the rows of a source in 1x128 blocks, as ``block_quantize_groups`` does.
+    """Quantizes rows that are gathered or computed, with one scale for each block of 1x128.
 
-    The values are rounded to the dtype of the source's x before the amax of a block is taken.
+    The rows are rounded to the dtype of the source's x before the amax of a block is taken.
 
     Args:
-        source: as in ``quantize_source``. F of a ``GatedGradient`` must be a multiple of 128, so
-            that no block has gradients of gates and ups.
-        groups: as in ``quantize_source``.
+        source: a ``Gather``, ``Gated`` or ``GatedGradient``, which describes rows [rows, cols]. F
+            of a ``GatedGradient`` must be a multiple of 128, so that gradients of gates and ups do
+            not share blocks.
+        groups: row ranges of the groups.
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
-        columnwise_block_rows: as in ``block_quantize_groups``.
-        rowwise: make the rowwise copy, [rows, cols], and its scales as ``block_quantize_groups``.
-        columnwise: make the columnwise copy, [cols, groups.columns], likewise.
-        scales, pow2, eps: as in ``block_quantize``.
+        columnwise_block_rows: 1 or 128, rows of a block of the columnwise copy.
+        rowwise, columnwise, scales, pow2, eps: as in ``grouped_quantize.block_quantize_groups``.
         factor_grad, bias_grad: as in ``quantize_source``.
+
+    Returns:
+        The requested copies with their scale_inv.
 
     Raises:
         TypeError: an argument has a dtype that is not listed.

@@ -95,10 +95,10 @@ def multiply_groups(a: torch.Tensor, b: torch.Tensor, groups: Groups) -> torch.T
     Args:
         a: [rows, K] in a dtype that ``torch.mm`` supports.
         b: [groups, N, K] in the dtype of ``a``, one matrix for each group.
-        groups: places of the groups in the rows of ``a``.
+        groups: row ranges of the groups in ``a``.
 
     Returns:
-        [rows, N] in the dtype of ``a``; rows that belong to no group have undefined values.
+        [rows, N] in the dtype of ``a``; rows after the last group have undefined values.
 
     Raises:
         ValueError: shapes do not match, or ``groups`` was made for another number of rows.
@@ -132,17 +132,17 @@ def contract_groups(
 ) -> torch.Tensor:
     """Multiplies each group's slices of two matrices: ``out[g] = a[:, i:j] @ b[i:j]``.
 
-    Group g occupies i to j - 1 of the inner dimension. This is wgrad of a grouped linear layer.
+    Group g occupies i to j - 1 of the inner dimension. This is the wgrad of a grouped linear layer.
 
     Args:
         a: [M, rows] in a dtype that ``torch.mm`` supports.
         b: [rows, N] in the dtype of ``a``.
-        groups: places of the groups in the inner dimension.
-        wide: return sums of 16-bit operands in float32, not rounded. Exception: if
-            ``torch._grouped_mm`` multiplies, the result is bfloat16 all the same.
+        groups: ranges of the groups in the inner dimension.
+        wide: return unrounded float32 sums of 16-bit operands. Exception: where
+            ``torch._grouped_mm`` multiplies, the result is bfloat16 anyway.
 
     Returns:
-        [groups, M, N] in the dtype of the operands, or in float32 as ``wide`` says; the matrix of a
+        [groups, M, N] in the dtype of the operands, or in float32 with ``wide``; the matrix of a
         group without rows has undefined values.
 
     Raises:
@@ -227,21 +227,21 @@ def scaled_multiply_groups(
     groups: Groups,
     fast: bool,
 ) -> torch.Tensor:
-    """Computes ``multiply_groups`` of FP8 data, times the scale_inv of each row and each group.
+    """Computes ``multiply_groups`` of FP8 data, with a scale_inv for each row of a and matrix of b.
 
     Args:
         a: [rows, K] FP8.
         a_scale_inv: float32 [rows].
         b: [groups, N, K] FP8.
         b_scale_inv: float32 [groups].
-        groups: places of the groups in the rows of ``a``.
-        fast: sum along K in the matrix units only, which keep fewer bits than float32. If False,
-            partial sums of 128 terms, or of all if they are 512 at most, are added in float32. Has
-            no effect on devices without a kernel for grouped FP8 GEMMs, where the data is converted
-            to bfloat16 first.
+        groups: row ranges of the groups in ``a``.
+        fast: accumulate along K in the tensor cores only, which keep fewer bits than float32. If
+            False, partial sums of 128 terms, or of all if they are 512 at most, are added in
+            float32. Without a kernel for grouped FP8 GEMMs (see ``has_grouped_fp8``) the data is
+            converted to bfloat16 and this has no effect.
 
     Returns:
-        [rows, N] bfloat16; rows that belong to no group have undefined values.
+        [rows, N] bfloat16; rows after the last group have undefined values.
 
     Raises:
         ValueError: shapes do not match, or ``groups`` was made for another number of rows.
@@ -275,7 +275,7 @@ def scaled_contract_groups(
     out: torch.Tensor | None = None,
     accumulate: bool = False,
 ) -> torch.Tensor:
-    """Computes ``contract_groups`` of columnwise FP8 data, times both scale_inv of each group.
+    """Computes ``contract_groups`` of columnwise FP8 data, with the scale_inv of each group.
 
     Args:
         a: [M, K] FP8. Along K each group begins at a multiple of 16 and is not empty, as in a
@@ -284,18 +284,19 @@ def scaled_contract_groups(
         b: [N, K] FP8, with the same groups along K.
         b_scale_inv: float32 [groups].
         ends: int32 [groups], the position in K after each group's last: ``Groups.column_ends``.
-        fast: as in ``scaled_multiply_groups``.
-        wide: return the sums in float32, not rounded to bfloat16. Exception: if FP8 data is decoded
-            and ``torch._grouped_mm`` multiplies it, the result is bfloat16 all the same.
-        out: contiguous float [groups, M, N] to write instead of a new tensor.
-        accumulate: add to ``out``; one of float32 is added to as the sums are made.
+        fast: accumulate along K in the tensor cores only, as in ``scaled_multiply_groups``.
+        wide: return unrounded float32 sums instead of bfloat16. Exception: where FP8 data is
+            decoded and ``torch._grouped_mm`` multiplies it, the result is bfloat16 anyway.
+        out: contiguous [groups, M, N] in a floating-point dtype to write instead of a new tensor.
+        accumulate: add to ``out``, which must be given; a float32 ``out`` without intermediate
+            rounding.
 
     Returns:
         ``out``, or [groups, M, N] in bfloat16 or float32.
 
     Raises:
         TypeError: ``ends`` is not int32 with one dimension.
-        ValueError: ``out`` has another shape, is not contiguous, or is missing to ``accumulate``.
+        ValueError: ``out`` has another shape, is not contiguous, or is None with ``accumulate``.
     """
     if ends.dtype is not torch.int32 or ends.dim() != 1:
         actual = f"{ends.dtype} {list(ends.shape)}".removeprefix("torch.")
@@ -365,15 +366,17 @@ def block_multiply_groups(
 ) -> torch.Tensor:
     """Computes ``multiply_groups`` of FP8 data with block scales.
 
-    The sum of each 128 products along K is scaled and added in float32.
+    Each partial sum of 128 products along K is scaled and accumulated in float32.
 
     Args:
-        a: [rows, K] FP8, and its scales, float32, the rowwise copy of ``block_quantize_groups``.
-        b: [groups, N, K] FP8, and its scales, float32, one copy of ``block_quantize_matrices``.
-        groups: places of the groups in the rows of ``a``.
+        a, a_scale_inv: FP8 [rows, K] and its scales, float32, the rowwise copy from
+            ``block_quantize_groups``.
+        b, b_scale_inv: FP8 [groups, N, K] and its scales, float32, a copy from
+            ``block_quantize_matrices``.
+        groups: row ranges of the groups in ``a``.
 
     Returns:
-        [rows, N] bfloat16; rows that belong to no group have undefined values.
+        [rows, N] bfloat16; rows after the last group have undefined values.
 
     Raises:
         ValueError: shapes do not match, or ``groups`` was made for another number of rows.
@@ -418,22 +421,24 @@ def block_contract_groups(
 ) -> torch.Tensor:
     """Computes ``contract_groups`` of columnwise FP8 data with block scales.
 
-    The sum of each 128 products along K is scaled and added in float32.
+    Each partial sum of 128 products along K is scaled and accumulated in float32.
 
     Args:
-        a: [M, groups.columns] FP8, and its scales, float32, the columnwise copy of
+        a, a_scale_inv: FP8 [M, groups.columns] and its scales, float32, the columnwise copy from
             ``block_quantize_groups``.
-        b: [N, groups.columns] FP8 and its scales, with the same groups.
-        groups: places of the groups.
-        wide: return the sums in float32, not rounded to bfloat16.
-        out, accumulate: as in ``scaled_contract_groups``.
+        b, b_scale_inv: FP8 [N, groups.columns] and its scales, with the same groups.
+        groups: the groups.
+        wide: return unrounded float32 sums instead of bfloat16.
+        out: contiguous [groups, M, N] in a floating-point dtype to write instead of a new tensor.
+        accumulate: add to ``out``, which must be given.
         b_block_rows: 128 if ``b`` was cast with ``columnwise_block_rows=128``, which is faster.
 
     Returns:
         ``out``, or [groups, M, N] in bfloat16 or float32, zeros for a group without rows.
 
     Raises:
-        ValueError: as in ``scaled_contract_groups``, or ``b_block_rows`` is neither 1 nor 128.
+        ValueError: ``out`` has another shape, is not contiguous, or is None with ``accumulate``; or
+            ``b_block_rows`` is neither 1 nor 128.
     """
     if b_block_rows not in (1, _BLOCK):
         raise ValueError(

@@ -1,7 +1,7 @@
-"""Casts groups of rows, such as each expert's tokens, to FP8, with a scale for each group or block.
+"""Casts groups of rows, such as each expert's tokens, to FP8, with a scale per group or block.
 
-The numbers of rows are on the device, and the host never waits for them. The groups lie one after
-the other in a matrix; its rows after the last group are padding, which no function here reads.
+The numbers of rows are on the device, and the host never waits for them. The groups are consecutive
+in a matrix; rows after the last group are padding, which no function here reads.
 """
 
 from __future__ import annotations
@@ -42,11 +42,12 @@ _lib = runtime.ops("grouped_quantize")
 
 
 class Groups(NamedTuple):
-    """Places of groups in the rows of a matrix, as ``groups_of`` returns them.
+    """Row ranges of the groups in a matrix, from ``groups_of``.
 
     Attributes:
-        table: int32 [3 * num_groups + 1] on the device: ``ends``; ``column_ends``; for each group
-            1 if it has rows, else 0; and at last 1 if the numbers of rows are invalid, else 0.
+        table: int32 [3 * num_groups + 1] on the device, to pass on unread: the end of each group in
+            the rows (``ends``) and in the columnwise copy (``column_ends``), a flag for each
+            nonempty group, and a flag that is 1 if the numbers of rows are invalid.
         rows: number of rows of the matrix.
         num_groups: number of groups.
     """
@@ -83,10 +84,12 @@ class GroupedOutput(NamedTuple):
     Attributes:
         rowwise: [rows, cols] from ``quantize_groups``, [groups, rows, cols] from
             ``quantize_matrices``.
-        columnwise: [cols, ``Groups.columns``] or [groups, cols, rows].
-        scale_inv: float32 [groups]; with block scaling that of the columnwise copy, None without.
-        row_scale_inv: float32 [rows], each row's scale_inv; with block scaling that of the rowwise
-            copy. None without a rowwise copy and from ``quantize_matrices``.
+        columnwise: the transpose: [cols, ``Groups.columns``] from ``quantize_groups``, [groups,
+            cols, rows] from ``quantize_matrices``.
+        scale_inv: float32 [groups]; with block scaling, the scale_inv of the columnwise copy, or
+            None without that copy.
+        row_scale_inv: float32 [rows], the scale_inv of each row; with block scaling, that of the
+            rowwise copy. None without a rowwise copy and from ``quantize_matrices``.
     """
 
     rowwise: torch.Tensor | None
@@ -102,15 +105,15 @@ class GroupedOutput(NamedTuple):
 
 @checked
 def groups_of(splits: torch.Tensor, rows: int) -> Groups:
-    """Returns the places of groups in a matrix of ``rows`` rows.
+    """Returns the row ranges of groups in a matrix of ``rows`` rows.
 
-    Splits are invalid if one is negative or their sum exceeds ``rows``. They raise no error, since
-    the host does not read them. Instead no group has rows, every scale_inv is NaN, and
+    Splits are invalid if one is negative or their sum exceeds ``rows``. This raises no error,
+    because the host does not read them. Instead every group is empty, every scale_inv is NaN, and
     ``finish_rows``, ``zero_unused`` and ``column_sums`` write NaN.
 
     Args:
-        splits: int32 or int64 [groups] with 1 to 1023 groups: the number of rows of each group, in
-            order; made contiguous if it is not.
+        splits: int32 or int64 [groups], the number of rows of each group, in order; made contiguous
+            if it is not.
         rows: number of rows of the matrix.
 
     Raises:
@@ -176,7 +179,7 @@ def quantize_groups(
 
     Args:
         x: [rows, cols] float32, float16 or bfloat16; made contiguous if it is not.
-        groups: places of the groups in the rows of x.
+        groups: row ranges of the groups in x.
         scale: float32 [groups], of any stride.
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         rowwise: make the rowwise copy, [rows, cols]; rows after the last group have undefined
@@ -187,7 +190,10 @@ def quantize_groups(
         amax: float32 [groups], of any stride, becomes max(amax, max |x| of the group); NaN counts
             as largest. None computes no amax.
         scale_inv: float32 [groups] to use instead of 1 / scale.
-        due: int32 [groups]; groups with 0 are neither read nor written. None: all are quantized.
+        due: int32 [groups]; groups with 0 are neither read nor written. None quantizes all groups.
+
+    Returns:
+        The requested copies, with scale_inv [groups] and row_scale_inv [rows].
 
     Raises:
         TypeError: an argument has a dtype that is not listed.
@@ -223,16 +229,18 @@ def quantize_matrices(
     """Quantizes one matrix for each group, all of one shape and dtype, in one launch.
 
     Args:
-        matrices: [rows, cols] float32, float16 or bfloat16 each, such as the experts' weights, or
-            one tensor [groups, rows, cols]; made contiguous if they are not. Of up to 8 such
-            tensors a group's matrices follow one another as the rows of one, as ``torch.cat(...,
-            1)`` joins them; the rows of each must then be a multiple of 16.
-        groups: if given, only the matrices of groups that have rows are quantized; in new tensors
-            the FP8 data of the other groups is undefined. None: all are quantized.
-        rowwise: make [groups, rows, cols]. None stands for True, or with ``out`` for the copies
-            that ``out`` has.
-        columnwise: make [groups, cols, rows]; None as for ``rowwise``.
-        scale, fp8_dtype, amax, scale_inv, due: as in ``quantize_groups``.
+        matrices: one float32, float16 or bfloat16 matrix [rows, cols] for each group, such as the
+            experts' weights, or one tensor [groups, rows, cols]; made contiguous if they are not. A
+            list of up to 8 tensors [groups, rows, cols] is quantized as their concatenation along
+            dimension 1; the rows of each must then be a multiple of 16.
+        groups: skips the matrices of empty groups; in new tensors their FP8 data is undefined. None
+            quantizes all.
+        rowwise: make the rowwise copies, [groups, rows, cols]. None means True, or with ``out`` the
+            copies that ``out`` has.
+        columnwise: make the transposes, [groups, cols, rows]; None as for ``rowwise``.
+        scale: float32 [groups], with any strides.
+        fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
+        amax, scale_inv, due: float32, float32 and int32 [groups], as in ``quantize_groups``.
         out: result of an earlier call, whose tensors are overwritten. Matrices excluded by ``due``
             keep their FP8 data and scale_inv.
 
@@ -306,23 +314,25 @@ def block_quantize_groups(
     pow2: bool | None = None,
     eps: float = 0.0,
 ) -> GroupedOutput:
-    """Quantizes groups of rows with a scale for each 1x128 block, as ``block_quantize`` does.
+    """Quantizes groups of rows with a scale for each block of 1x128, as ``block_quantize`` does.
 
     Blocks of the columnwise copy run along the rows of a group and begin with its first row.
 
     Args:
         x: [rows, cols] float32, float16 or bfloat16; made contiguous if it is not.
-        groups: places of the groups in the rows of x.
+        groups: row ranges of the groups in x.
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
-        columnwise_block_rows: 128 casts the columnwise copy in blocks of 128x128, whose one scale
-            stands at each of their 128 columns; 1 in blocks of 1x128.
+        columnwise_block_rows: 1 casts the columnwise copy in blocks of 1x128; 128 in blocks of
+            128x128, whose scale is repeated for each of their 128 columns.
         rowwise: make the rowwise copy, [rows, cols], whose row_scale_inv has the shape
             ``scale_shape(rows, cols, 1)``; rows after the last group have undefined values.
-        columnwise: make the columnwise copy, [cols, groups.columns], placed as in
-            ``quantize_groups``. Its scale_inv is float32 [groups.lines, cols rounded up to 4]:
-            block i of group g is line ``begin // 128 + g + i``, where the group's columns begin at
-            ``begin``.
-        scales, pow2, eps: as in ``block_quantize``.
+        columnwise: make the columnwise copy, [cols, groups.columns], in which each group begins at
+            a multiple of 16 columns. Its scale_inv is float32 [groups.lines, cols rounded up to 4]:
+            row ``begin // 128 + g + i`` has block i of group g, whose columns begin at ``begin``.
+        scales, pow2, eps: as in ``block_quantize``; by default scales are powers of two.
+
+    Returns:
+        The requested copies with their scale_inv.
 
     Raises:
         TypeError: an argument has a dtype that is not listed.
@@ -397,15 +407,20 @@ def block_quantize_matrices(
     """Quantizes one matrix for each group with a scale for each 128x128 block, in one launch.
 
     Args:
-        matrices: as in ``quantize_matrices``, with a multiple of 128 rows in each of several
-            tensors [groups, rows, cols].
+        matrices: one float32, float16 or bfloat16 matrix [rows, cols] for each group, or one tensor
+            [groups, rows, cols]; or up to 8 such tensors, concatenated along dimension 1, each with
+            a multiple of 128 rows.
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
-        groups: as in ``quantize_matrices``; the scales of the other groups are undefined, too.
-        rowwise: make [groups, rows, cols], whose row_scale_inv is float32
-            [groups, *scale_shape(rows, cols, 128)].
-        columnwise: make [groups, cols, rows], whose scale_inv is float32
-            [groups, *scale_shape(cols, rows, 128)].
-        scales, pow2, eps: as in ``block_quantize``.
+        groups: skips the matrices of empty groups, whose FP8 data and scales are undefined. None
+            quantizes all.
+        rowwise: make [groups, rows, cols], whose row_scale_inv is float32 [groups,
+            *scale_shape(rows, cols, 128)].
+        columnwise: make [groups, cols, rows], whose scale_inv is float32 [groups,
+            *scale_shape(cols, rows, 128)].
+        scales, pow2, eps: as in ``block_quantize``; by default scales are powers of two.
+
+    Returns:
+        The requested copies with their scale_inv.
 
     Raises:
         TypeError: an argument has a dtype that is not listed.
@@ -536,16 +551,20 @@ def _check_out(
 def scales_of(
     amax: torch.Tensor, fp8_dtype: torch.dtype, *, eps: float = 0.0, pow2: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes each group's scale from its amax, by the rules of ``current_scale``.
+    """Computes the scale of each group from its amax, with the rules of ``current_scale``.
 
     Args:
         amax: float32 [groups].
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
-        eps: smallest amax, as in ``current_scale``.
+        eps: smallest amax, zero or more.
         pow2: round scales down to powers of two.
 
     Returns:
         ``(scale, scale_inv)``, each float32 [groups].
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: ``eps`` is negative.
     """
     scale, scale_inv = torch.empty_like(amax), torch.empty_like(amax)
     _scales(amax, scale, scale_inv, torch.finfo(fp8_dtype).max, eps, pow2)
@@ -566,17 +585,18 @@ def first_scales(
 ) -> None:
     """Computes the first scales of delayed scaling, from amax values instead of an amax history.
 
-    Groups that are due and have rows get a scale and scale_inv, and their ``due`` becomes 0; other
-    groups are not changed. Exception: if the amax of such a group is 0, infinite or NaN, its
-    ``due`` becomes 0, but its scale and scale_inv stay.
+    Each group with rows whose ``due`` is 1 gets a scale and scale_inv, and its ``due`` becomes 0.
+    If its amax is 0, infinite or NaN, only ``due`` changes. Other groups are not changed.
 
     Args:
         amax: float32 [groups].
-        groups: places of the groups.
+        groups: row ranges of the groups.
         due: int32 [groups]; 0 for each group that already has a scale, otherwise 1; written.
         scale: float32 [groups], of any stride; written.
         scale_inv: float32 [groups], of any stride; written.
-        fp8_max, margin, pow2: as in ``amax_scale_update``.
+        fp8_max: the format's largest value, 448 (E4M3) or 57344 (E5M2).
+        margin: exponent of a power of two that scales are divided by, as headroom.
+        pow2: round scales down to powers of two.
     """
     _first_scales(amax, groups.table, due, scale, scale_inv, fp8_max, margin, pow2)
     note_written(due, scale, scale_inv)
@@ -584,11 +604,11 @@ def first_scales(
 
 @checked
 def finish_rows(out: torch.Tensor, groups: Groups, bias: torch.Tensor | None = None) -> None:
-    """Adds each group's bias to its rows of ``out``, and zeroes rows that belong to no group.
+    """Adds each group's bias to its rows of ``out``, and zeroes the rows after the last group.
 
     Args:
         out: [rows, cols], contiguous float32, float16 or bfloat16; written.
-        groups: places of the groups in the rows of ``out``.
+        groups: row ranges of the groups in ``out``.
         bias: [groups, cols] in ``out``'s dtype; None adds nothing.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Rows that an index picks times those of another matrix, with gradients that repeat their bits."""
+"""Indexed rows of one matrix times the rows of another, with deterministic gradients."""
 
 from __future__ import annotations
 
@@ -16,23 +16,22 @@ _bwd = bind("index_mul_2d", "index_mul_2d_bwd")
 
 @checked
 def index_mul_2d(in1: torch.Tensor, in2: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Computes ``in1[index] * in2``, twice differentiably.
+    """Computes ``in1[index] * in2``; differentiable twice.
 
-    The gradient of ``in1`` is summed in float32, in the order of the places of ``index``, and
-    rounded once.
+    The gradient of ``in1`` is summed in float32, in the order of ``index``, and rounded once.
 
     Args:
         in1: [m, d] float32, float16 or bfloat16; made contiguous if it is not.
         in2: [e, d] of the same dtype; made contiguous if it is not.
-        index: [e] int64. A value outside [0, m) raises on the CPU. On the GPU its row is NaN,
-            because the host does not wait for the GPU.
+        index: [e] int64. A value outside [0, m) raises ValueError on the CPU. On the GPU it makes
+            its row NaN, because the host does not wait for the GPU.
 
     Returns:
         [e, d] in the dtype of ``in1``.
 
     Raises:
         TypeError: a tensor has another dtype than those above.
-        ValueError: a shape does not fit, or, on the CPU, a value of ``index``.
+        ValueError: a shape does not match, or, on the CPU, ``index`` is out of range.
     """
     return IndexMulFunction.apply(in1, in2, index)
 
@@ -47,20 +46,22 @@ def index_mul_2d_fwd(
     *,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Computes ``in1[index] * in2``, plus ``more1[index] * more2`` if they are given.
+    """Computes ``in1[index] * in2``, plus ``more1[index] * more2`` if given, without autograd.
 
     Args:
-        in1, in2, index: as in ``index_mul_2d``.
-        more1, more2: of the shapes and dtype of ``in1`` and ``in2``; both or none.
-        out: contiguous tensor like ``in2`` to write instead of a new one; may be ``in2`` or
-            ``more2``.
+        in1: [m, d] float32, float16 or bfloat16.
+        in2: [e, d] in the same dtype.
+        index: [e] int64, each in [0, m).
+        more1, more2: in the shape and dtype of ``in1`` and of ``in2``; give both or neither.
+        out: contiguous [e, d] to write instead of a new tensor; may be ``in2`` or ``more2``.
 
     Returns:
         ``out`` or a new tensor [e, d].
 
     Raises:
         TypeError: a tensor has another dtype than those above.
-        ValueError: a shape or value does not fit, or one of ``more1`` and ``more2`` is missing.
+        ValueError: a shape does not match, only one of ``more1`` and ``more2`` is given, or, on the
+            CPU, ``index`` is out of range.
     """
     in2 = in2.contiguous()
     y = torch.empty_like(in2) if out is None else out
@@ -80,20 +81,22 @@ def index_mul_2d_bwd(
     din1: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes the gradients of ``index_mul_2d``; ``din1[index] += dout * in2`` adds to ``din1``.
+    """Computes the gradients of ``in1``, to which it adds, and of ``in2`` in ``index_mul_2d``.
 
     Args:
-        dout: [e, d], the gradient of the result.
-        in1, in2, index: as in ``index_mul_2d``.
-        din1: contiguous tensor like ``in1`` to add to; None adds to zeros.
-        out: contiguous tensor like ``in2`` to write ``dout * in1[index]`` to; None makes one.
+        dout: [e, d] in the dtype of ``in1``, the gradient of the result.
+        in1: [m, d] float32, float16 or bfloat16.
+        in2: [e, d] in the same dtype.
+        index: [e] int64, each in [0, m).
+        din1: contiguous [m, d], increased by the gradient of ``in1``; None starts from zeros.
+        out: contiguous [e, d] to write the gradient of ``in2`` to; None allocates it.
 
     Returns:
-        (``din1`` or a new tensor, ``out`` or a new tensor).
+        (gradient of ``in1``, gradient of ``in2``): ``din1`` and ``out``, or new tensors.
 
     Raises:
         TypeError: a tensor has another dtype than those above.
-        ValueError: a shape or value does not fit.
+        ValueError: a shape does not match, or, on the CPU, ``index`` is out of range.
     """
     if index.shape != in2.shape[:1]:
         raise ValueError(

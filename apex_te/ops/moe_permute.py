@@ -1,9 +1,9 @@
-"""Permutes tokens for a mixture of experts: copies them in the order of experts and sums them back.
+"""Permutes tokens for a mixture of experts: copies rows in expert order, and sums them back.
 
 A token goes to several experts, each of which gets a copy of its row. The permuted matrix has the
-copies in the order of experts. A map, made on the device, tells the row of each copy. ``width``,
-the most copies that a token can have, is the number of experts for a routing map of type "mask",
-and k for type "index". ``probs``, the weights of the copies, are [tokens, width]; permuted they are
+copies sorted by expert. A row map, made on the device, gives the row of each copy. ``width``, the
+largest number of copies of a token, is the number of experts for a routing map of type "mask", and
+k for type "index". ``probs``, the weights of the copies, are [tokens, width]; permuted probs are
 [rows], one for each row of the permuted matrix.
 """
 
@@ -91,19 +91,20 @@ def make_map(
     align_size: int | None = None,
     num_rows: int | None = None,
 ) -> RowMap:
-    """Makes the map of a permutation, which orders copies by expert and then by token.
+    """Makes the row map of a permutation that sorts copies by expert, then by token.
 
     Args:
-        routing_map: for "mask" [tokens, experts] bool, uint8, int8, int32 or int64, not zero if
-            the token goes to the expert. For "index" [tokens, k] int32 or int64 indices of experts;
-            a negative index makes no copy.
+        routing_map: for "mask" [tokens, experts] bool, uint8, int8, int32 or int64, nonzero if the
+            token goes to the expert. For "index" [tokens, k] int32 or int64 indices of experts; a
+            negative index makes no copy.
         map_type: "mask" or "index".
-        num_experts: number of experts for "index", at most 1024; None stands for 1024. An index
-            out of range raises on the CPU. On a GPU it makes the token's row NaN in ``unpermute``,
+        num_experts: number of experts for "index", at most 1024; None stands for 1024. An index out
+            of range raises on the CPU. On a GPU it makes the token's row NaN in ``unpermute``,
             because the host does not wait.
-        align_size: each expert's rows begin at a multiple of it; only for "mask". None: no padding.
+        align_size: each expert's rows begin at a multiple of this; only for "mask". None does not
+            pad.
         num_rows: number of rows of the permuted matrix; copies beyond the last row are dropped.
-            None: no copy is dropped.
+            None drops none.
 
     Raises:
         TypeError: an argument has a dtype that is not listed.
@@ -124,17 +125,21 @@ def make_map(
 def permute(
     inp: torch.Tensor, row_id_map: torch.Tensor, num_rows: int, probs: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Copies each token's row, and its probs, to the rows that the map gives.
+    """Copies each token's row, and its probs, to the rows given by the map.
 
     Args:
         inp: [tokens, hidden] float32, float16, bfloat16 or any dtype of one byte.
-        row_id_map: ``RowMap.row_id_map``.
+        row_id_map: from ``make_map``, ``RowMap.row_id_map``.
         num_rows: number of rows of the result; rows without a copy are zeros.
         probs: [tokens, width] float32 or the dtype of ``inp``; width is the number of experts for a
             mask and k for indices.
 
     Returns:
         (permuted rows [num_rows, hidden], permuted probs [num_rows] or None without probs).
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape does not match, or ``num_rows`` is negative.
     """
     matrix, out, probs, permuted = _outputs(inp, num_rows, probs)
     _rows(matrix, probs, row_id_map, out, permuted)
@@ -154,11 +159,24 @@ def permute_by(
 ) -> tuple[torch.Tensor, torch.Tensor | None, RowMap]:
     """Computes ``make_map`` and then ``permute`` in one call; their kernels overlap.
 
-    Arguments are those of the two functions; copies beyond row ``num_rows - 1`` are dropped.
+    Copies beyond row ``num_rows - 1`` are dropped.
+
+    Args:
+        inp: [tokens, hidden] float32, float16, bfloat16 or any dtype of one byte.
+        routing_map, map_type, num_experts, align_size: as in ``make_map``.
+        num_rows: number of rows of the result; rows without a copy are zeros.
+        probs: [tokens, width] float32 or the dtype of ``inp``; width is the number of experts for a
+            mask and k for indices.
 
     Returns:
         (permuted rows [num_rows, hidden], permuted probs [num_rows] or None without probs, the
-        map).
+        ``RowMap``).
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or option does not match.
+        NotImplementedError: there are more than 1024 experts, or ``routing_map`` has 2^31 elements
+            or more.
     """
     routing = _prepare(routing_map, map_type, num_experts, align_size)
     matrix, out, probs, permuted = _outputs(inp, num_rows, probs)
@@ -173,16 +191,18 @@ def permute_by(
 def tokens_of_rows(
     row_id_map: torch.Tensor, num_rows: int, probs: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Makes the map in the direction of a gather, and permutes probs.
+    """Returns the token, and the prob, of each row of the permuted matrix.
 
     Args:
         row_id_map: ``RowMap.row_id_map``.
-        num_rows: number of rows of the permuted matrix, as in ``permute``.
-        probs: [tokens, width] float32, float16 or bfloat16, as in ``permute``.
+        num_rows: number of rows of the permuted matrix.
+        probs: [tokens, width] float32, float16 or bfloat16; width is the number of experts for a
+            mask and k for indices.
 
     Returns:
-        (the token of each row, int32 [num_rows], which ``ops.grouped_cast.Gather`` takes; its prob
-        [num_rows], or None without probs). A row without a copy has -1 and 0.
+        (tokens, permuted probs): int32 [num_rows], for ``ops.grouped_cast.Gather``; and [num_rows]
+        in the dtype of ``probs``, or None without probs. A row without a copy has token -1 and prob
+        0.
 
     Raises:
         TypeError: ``row_id_map`` is not int32, or ``probs`` has another dtype than listed.
@@ -209,14 +229,19 @@ def permute_bwd(
     """Computes the gradients of ``permute``.
 
     Args:
-        grad_permuted: [num_rows, hidden] in the dtype of ``inp``, gradient of the permuted rows.
+        grad_permuted: gradient of the permuted rows, [num_rows, hidden] float32, float16 or
+            bfloat16.
         row_id_map: ``RowMap.row_id_map``.
-        grad_permuted_probs: [num_rows] in the dtype of the probs, their gradient; None without
+        grad_permuted_probs: gradient of the permuted probs, [num_rows] in their dtype; None without
             probs.
 
     Returns:
         (gradient of ``inp`` [tokens, hidden], gradient of probs [tokens, width] or None without
         ``grad_permuted_probs``). The gradient of ``inp`` is the sum over each token's copies.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape does not match.
     """
     width = (row_id_map.shape[1] - 1) // 2
     tokens = row_id_map.shape[0] - 2
@@ -245,6 +270,10 @@ def unpermute(
 
     Returns:
         [tokens, hidden] in the dtype of ``inp``; zeros for a token without copies.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape does not match.
     """
     _check_matrix("unpermute", inp)
     out = inp.new_empty((row_id_map.shape[0] - 2, inp.shape[1]))
@@ -263,12 +292,16 @@ def unpermute_bwd(
 
     Args:
         grad_output: [tokens, hidden] in the dtype of ``inp``.
-        inp: as in ``unpermute``.
-        row_id_map: as in ``unpermute``.
-        probs: as in ``unpermute``, not None.
+        inp: [rows, hidden], as passed to ``unpermute``.
+        row_id_map: as passed to ``unpermute``.
+        probs: [tokens, width], as passed to ``unpermute``; must be given.
 
     Returns:
         (gradient of ``inp`` [rows, hidden], gradient of ``probs`` [tokens, width]).
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape does not match.
     """
     grad_inp, grad_probs = torch.empty_like(inp), torch.empty_like(probs)
     _unpermute_bwd(grad_output.contiguous(), inp, probs, row_id_map, grad_inp, grad_probs)
@@ -292,7 +325,11 @@ def make_chunk_map(
         num_rows: number of rows of the matrix.
 
     Returns:
-        int32 [2, num_rows], opaque.
+        int32 [2, num_rows], opaque, for ``sort_chunks``.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape does not match, or, on the CPU, a size or index is invalid.
     """
     chunk_map = split_sizes.new_empty((2, num_rows), dtype=torch.int32)
     _chunk_map(split_sizes.contiguous(), sorted_index.contiguous(), chunk_map)
@@ -307,7 +344,7 @@ def sort_chunks(
     *,
     is_backward: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Reorders rows and their probs by a map of chunks.
+    """Reorders rows and their probs by a chunk map.
 
     Args:
         inp: [rows, hidden] float32, float16, bfloat16 or any dtype of one byte.
@@ -318,6 +355,10 @@ def sort_chunks(
     Returns:
         (reordered rows [rows, hidden], reordered probs [rows] or None); rows after the last chunk
         are zeros.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape does not match.
     """
     _check_matrix("sort_chunks", inp)
     matrix = inp.contiguous()

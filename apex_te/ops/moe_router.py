@@ -1,7 +1,7 @@
-"""Router of a mixture of experts: scores, the choice of each token's experts, and the gradients.
+"""Router of a mixture of experts: scores, each token's top-k experts, and the gradients.
 
-``apex_te.router`` has the functions for users. One kernel computes all that a call asks for, and
-another the gradient of it, from the logits and the chosen experts.
+``apex_te.router`` has the differentiable functions. One kernel computes all requested outputs, and
+another their gradient, from the logits and the chosen experts.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ _PRE_SOFTMAX = 1
 
 
 class RouterOutputs(NamedTuple):
-    """Results of ``moe_router_fwd``; those that it was not asked for are None.
+    """Outputs of ``moe_router_fwd``; those that were not requested are None.
 
     Attributes:
-        index: [tokens, top_k] int32, the chosen experts, largest first.
+        index: [tokens, top_k] int32, the chosen experts, in descending order of score.
         probs: [tokens, top_k] float32, probabilities of the chosen experts.
-        dense_probs: [tokens, experts] in the logits' dtype, ``probs`` at their experts, else 0.
+        dense_probs: [tokens, experts] in the logits' dtype, ``probs`` of the chosen experts, else
+            0.
         routing_map: [tokens, experts] bool, True for the chosen experts.
         scores: [tokens, experts] float32, scores of all experts, which sum to 1.
         lse: [tokens] float32, log(sum(exp(logits))).
-        counts: [sequences, experts] int32, number of tokens of each expert.
+        counts: [sequences, experts] int32, number of tokens routed to each expert.
     """
 
     index: torch.Tensor  # type: ignore[assignment]  # tuples have a method of the name
@@ -59,16 +60,27 @@ def moe_router_fwd(
     sequences: int = 1,
     sequence_first: bool = False,
 ) -> RouterOutputs:
-    """Chooses experts, and computes what ``outputs`` names, in one kernel and without autograd.
-
-    Other arguments are as in ``apex_te.router.topk_router`` and ``apex_te.router.aux_scores``.
+    """Selects the experts of each token and computes the requested outputs, without autograd.
 
     Args:
-        logits: [tokens, experts] float32, float16 or bfloat16.
-        top_k: number of experts of each token; 0 chooses none.
+        logits: [tokens, experts] float32, float16 or bfloat16; at most 1024 experts.
+        top_k: number of experts of each token; 0 selects none.
         score_function: "softmax", "sigmoid" or "sqrtsoftplus".
-        outputs: names of ``RouterOutputs``; ``index`` is always computed.
-        expert_bias: [experts] float32, added to the scores for the choice alone.
+        outputs: names of fields of ``RouterOutputs``; ``index`` is always computed.
+        use_pre_softmax, num_groups, group_topk, scaling_factor: as in
+            ``apex_te.router.topk_router``.
+        expert_bias: [experts] float32, added to the scores for the selection only.
+        sequences: number of sequences of equal length, which ``counts`` counts separately.
+        sequence_first: tokens are ordered [sequence length, sequences], not [sequences, sequence
+            length].
+
+    Returns:
+        The index and the requested outputs.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or option does not match.
+        NotImplementedError: there are more than 1024 experts.
     """
     score = _score("moe_router_fwd", score_function, use_pre_softmax)
     rows, experts = logits.shape
@@ -107,16 +119,24 @@ def moe_router_bwd(
 ) -> torch.Tensor:
     """Computes the gradient of the logits from those of ``RouterOutputs``, in one kernel.
 
+    A gradient of None counts as zeros.
+
     Args:
-        logits: as in ``moe_router_fwd``.
-        index: as ``moe_router_fwd`` returned it.
-        score_function: as in ``moe_router_fwd``.
-        grad_probs: gradient of ``probs``; None for none, as of the others.
-        grad_dense_probs: gradient of ``dense_probs``.
-        grad_scores: gradient of ``scores``; or [1, experts] if it is the same for all tokens.
-        grad_lse: gradient of ``lse``.
-        use_pre_softmax: as in ``moe_router_fwd``.
-        scaling_factor: as in ``moe_router_fwd``.
+        logits: [tokens, experts], as passed to ``moe_router_fwd``.
+        index: [tokens, top_k] int32, from ``moe_router_fwd``.
+        score_function, use_pre_softmax, scaling_factor: as passed to ``moe_router_fwd``.
+        grad_probs: gradient of ``probs``, float32 [tokens, top_k].
+        grad_dense_probs: gradient of ``dense_probs``, [tokens, experts] in the logits' dtype.
+        grad_scores: gradient of ``scores``, float32 [tokens, experts]; or [1, experts] if it is the
+            same for all tokens.
+        grad_lse: gradient of ``lse``, float32 [tokens].
+
+    Returns:
+        The gradient, in the shape and dtype of ``logits``.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or option does not match.
     """
     score = _score("moe_router_bwd", score_function, use_pre_softmax)
     if grad_scores is not None and len(grad_scores) > 1 and grad_scores.stride(0) == 0:

@@ -53,7 +53,7 @@ def amax(tensors: Tensors, *, out: torch.Tensor | None = None) -> torch.Tensor:
     """Computes the amax of each tensor; NaN counts as largest, and an empty tensor gives 0.
 
     Args:
-        tensors: float32, float16 or bfloat16, any shapes, on one device.
+        tensors: list of float32, float16 or bfloat16 tensors in any shapes, on one device.
         out: [len(tensors)] float32, updated to max(out, amax); a new tensor unless given.
 
     Returns:
@@ -77,13 +77,13 @@ def amax(tensors: Tensors, *, out: torch.Tensor | None = None) -> torch.Tensor:
 def l2norm(
     tensors: Tensors, *, per_tensor: bool = False
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Computes the L2 norm over all tensors and, if asked for, of each one, deterministically.
+    """Computes the L2 norm over all tensors and, if requested, of each one, deterministically.
 
     Squares are added in float32 over blocks of 2,048 elements or more, and the blocks' sums in
     float64. A magnitude above 1.8e19 overflows to infinity.
 
     Args:
-        tensors: float32, float16 or bfloat16, any shapes, on one device.
+        tensors: list of float32, float16 or bfloat16 tensors in any shapes, on one device.
         per_tensor: also return each tensor's norm.
 
     Returns:
@@ -113,8 +113,8 @@ def scale(
     """Computes output = input * factor for each pair; an output may be its input.
 
     Args:
-        inputs: float32, float16 or bfloat16.
-        outputs: tensors to write, of the inputs' shapes; each of any of the three dtypes.
+        inputs: list of float32, float16 or bfloat16 tensors.
+        outputs: tensors to write, in the inputs' shapes; each in any of the three dtypes.
         factor: a number, or one float32 element on the device, such as 1 / loss scale.
         found_inf: one float32 or int32 element; becomes 1 if a result, as stored, is not finite,
             and is not written otherwise.
@@ -145,9 +145,9 @@ def axpby(
     """Computes output = a * x + b * y for each triple; an output may be its x or its y.
 
     Args:
-        xs: float32, float16 or bfloat16.
-        ys: tensors of xs' shapes; each of any of the three dtypes.
-        outputs: tensors to write, of xs' shapes; each of any of the three dtypes.
+        xs: list of float32, float16 or bfloat16 tensors.
+        ys: tensors in xs' shapes; each in any of the three dtypes.
+        outputs: tensors to write, in xs' shapes; each in any of the three dtypes.
         a: factor of each x.
         b: factor of each y.
         check: the values to check for NaN and infinity: "result" (as stored), "x" or "y".
@@ -181,14 +181,14 @@ def quantize(
     Values are rounded to nearest even; NaN stays NaN.
 
     Args:
-        tensors: float32, float16 or bfloat16, any shapes.
+        tensors: list of float32, float16 or bfloat16 tensors in any shapes.
         scales: one float32 element for each tensor.
         fp8_dtype: dtype of new outputs, torch.float8_e4m3fn or torch.float8_e5m2.
         amaxes: one float32 element for each tensor x; becomes max(amax, max |x|), before scaling;
             NaN counts as largest. None computes no amax.
         scale_invs: one float32 element for each tensor, receives 1 / scale; None computes none.
-        outputs: tensors of the inputs' shapes to write, each float8_e4m3fn or float8_e5m2; new
-            ones unless given.
+        outputs: tensors in the inputs' shapes to write, each float8_e4m3fn or float8_e5m2; new ones
+            unless given.
 
     Returns:
         The FP8 tensors: ``outputs`` or the new ones.

@@ -89,30 +89,31 @@ def adam(
     found_inf: torch.Tensor | None = None,
     unscale_grads: bool = False,
 ) -> None:
-    """Steps AdamW (decoupled weight decay) or Adam (L2) in place, as ``torch.optim`` does.
+    """Performs one AdamW or Adam step in place, as ``torch.optim`` does.
 
     Args:
-        params: float32, float16 or bfloat16; with ``masters`` only written, not read.
-        grads: of params' shapes; each of any of the three dtypes.
-        exp_avgs: float32, of params' shapes.
-        exp_avg_sqs: float32, of params' shapes.
+        params: list of float32, float16 or bfloat16 tensors; with ``masters`` only written, not
+            read.
+        grads: tensors in params' shapes; each in any of the three dtypes.
+        exp_avgs, exp_avg_sqs: float32 tensors in params' shapes, updated.
         step: the number of this update, 1 for the first: a Python number, or one float32 or int32
             element on the device.
         lr: learning rate: a Python number, or one float32 element on the device.
         betas: decay rates of ``exp_avgs`` and ``exp_avg_sqs``, each in [0, 1).
         eps: added to the denominator.
         weight_decay: coefficient of weight decay.
-        adamw: decay the weights directly (AdamW) instead of adding the decay to the gradient (L2).
+        adamw: decay the weights directly (AdamW) instead of adding the decay to the gradient
+            (Adam).
         bias_correction: divide the averages by 1 - beta**step.
-        maximize: follow the gradient up instead of down.
+        maximize: maximise instead of minimise.
         eps_inside_sqrt: add ``eps`` to the second moment, before its bias correction and root.
         masters: master weights, float32, of params' shapes; None updates ``params`` directly. For
             bfloat16 ``params`` they may be int16: the difference of a float32 weight's bits and
             those of the parameter, which is that weight rounded to nearest, ties away from zero.
         inv_scale: one float32 element, multiplies every gradient: 1 / loss scale.
         found_inf: one float32 or int32 element; a value other than 0 skips the step.
-        unscale_grads: also overwrite the gradients with the unscaled gradients, if ``inv_scale``
-            is given and the step is not skipped.
+        unscale_grads: also overwrite the gradients with the unscaled gradients, if ``inv_scale`` is
+            given and the step is not skipped.
 
     Raises:
         TypeError: an argument has a dtype that is not listed.
@@ -215,24 +216,25 @@ def sgd(
     found_inf: torch.Tensor | None = None,
     unscale_grads: bool = False,
 ) -> None:
-    """Steps stochastic gradient descent in place, as ``torch.optim.SGD`` does.
+    """Performs one step of stochastic gradient descent in place, as ``torch.optim.SGD`` does.
 
     Args:
-        params: float32, float16 or bfloat16; with ``masters`` only written, not read.
-        grads: of params' shapes; each of any of the three dtypes.
-        momentums: momentum buffers, float32, of params' shapes; needed if ``momentum`` is not 0.
+        params: list of float32, float16 or bfloat16 tensors; with ``masters`` only written, not
+            read.
+        grads: tensors in params' shapes; each in any of the three dtypes.
+        momentums: momentum buffers, float32, in params' shapes; required if ``momentum`` is not 0.
         lr: learning rate: a Python number, or one float32 element on the device.
         momentum: factor of the momentum buffers.
         dampening: the gradient enters the momentum buffers with weight 1 - dampening.
         weight_decay: L2 coefficient.
         nesterov: use Nesterov momentum.
         first_step: overwrite the momentum buffers with the gradient, without reading them.
-        maximize: follow the gradient up instead of down.
-        masters: master weights, float32, of params' shapes; None updates ``params`` directly.
+        maximize: maximise instead of minimise.
+        masters: master weights, float32, in params' shapes; None updates ``params`` directly.
         inv_scale: one float32 element, multiplies every gradient: 1 / loss scale.
         found_inf: one float32 or int32 element; a value other than 0 skips the step.
-        unscale_grads: also overwrite the gradients with the unscaled gradients, if ``inv_scale``
-            is given and the step is not skipped.
+        unscale_grads: also overwrite the gradients with the unscaled gradients, if ``inv_scale`` is
+            given and the step is not skipped.
 
     Raises:
         TypeError: an argument has a dtype that is not listed.
@@ -276,22 +278,26 @@ def lamb(
     found_inf: torch.Tensor | None = None,
     unscale_grads: bool = False,
 ) -> None:
-    """Steps LAMB (arXiv 1904.00962) in place: Adam's update with a learning rate for each tensor.
+    """Performs one LAMB step (arXiv 1904.00962) in place: Adam with a trust ratio for each tensor.
 
     A tensor's learning rate is lr * |param| / |update|. Exceptions: it is lr if one of these norms
     is 0, and for all tensors if ``weight_decay`` is 0 and ``nvlamb`` is False. A step takes three
     launches, and two more if it computes the norm of the gradients.
 
     Args:
-        params, grads, exp_avgs, exp_avg_sqs, step, lr, betas, eps, weight_decay, bias_correction,
-        masters, inv_scale, found_inf, unscale_grads: as in ``adam``.
+        params: list of float32, float16 or bfloat16 tensors; with ``masters`` only written, not
+            read.
+        grads: tensors in params' shapes; each in any of the three dtypes.
+        exp_avgs, exp_avg_sqs: float32 tensors in params' shapes, updated.
+        step, lr, betas, eps, weight_decay, bias_correction, masters, inv_scale, found_inf,
+            unscale_grads: as in ``adam``.
         adamw: add weight decay to the update instead of the gradient.
         grad_averaging: the gradient enters exp_avg with weight 1 - betas[0] instead of 1.
         nvlamb: apply the trust ratio |param| / |update| even if ``weight_decay`` is 0.
         max_grad_norm: global norm to which the gradients, after ``inv_scale``, are clipped; 0 does
             not clip.
-        grad_norm: global norm of ``grads`` before ``inv_scale``, one float32 element; None
-            computes it if needed.
+        grad_norm: global norm of ``grads`` before ``inv_scale``, one float32 element; None computes
+            it if needed.
 
     Raises:
         TypeError: an argument has a dtype that is not listed.
@@ -331,12 +337,12 @@ def adagrad(
     adagrad_w: bool = False,
     found_inf: torch.Tensor | None = None,
 ) -> None:
-    """Steps Adagrad in place, as ``torch.optim.Adagrad`` does without a decay of the rate.
+    """Performs one Adagrad step in place, as ``torch.optim.Adagrad`` does with ``lr_decay=0``.
 
     Args:
-        params: float32, float16 or bfloat16.
-        grads: of params' shapes; each of any of the three dtypes.
-        sums: sums of squared gradients, of params' shapes; each of any of the three dtypes.
+        params: list of float32, float16 or bfloat16 tensors.
+        grads: tensors in params' shapes; each in any of the three dtypes.
+        sums: sums of squared gradients, in params' shapes; each in any of the three dtypes.
         lr: learning rate.
         eps: added to the root of ``sums``.
         weight_decay: coefficient of weight decay.
@@ -370,13 +376,14 @@ def novograd(
     grad_averaging: bool = True,
     found_inf: torch.Tensor | None = None,
 ) -> None:
-    """Steps NovoGrad (arXiv 1905.11286) in place: Adam whose second moment is a tensor's norm.
+    """Performs one NovoGrad step (arXiv 1905.11286) in place: Adam with a second moment per tensor.
 
     Args:
-        params: float32, float16 or bfloat16.
-        grads: of params' shapes; each of any of the three dtypes.
-        exp_avgs: of params' shapes; each of any of the three dtypes.
-        norms: [len(params)] float32, the averaged norm of each gradient, which is only read.
+        params: list of float32, float16 or bfloat16 tensors.
+        grads: tensors in params' shapes; each in any of the three dtypes.
+        exp_avgs: first moments, in params' shapes; each in any of the three dtypes.
+        norms: [len(params)] float32, the running average of each gradient's norm, which the caller
+            has updated; only read.
         step: the number of this update, 1 for the first.
         lr: learning rate.
         betas: decay rates of ``exp_avgs`` and of the squared ``norms``, each in [0, 1).
@@ -419,25 +426,26 @@ def lars(
     masters: Tensors | None = None,
     found_inf: torch.Tensor | None = None,
 ) -> None:
-    """Steps LARS (arXiv 1708.03888) in place: SGD with a learning rate for each tensor.
+    """Performs one LARS step (arXiv 1708.03888) in place: SGD with a learning rate for each tensor.
 
     A tensor's learning rate is lr * trust_coefficient * |param| / (|grad| + weight_decay * |param|
     + eps), and lr if one of these norms is 0. The momentum buffers hold changes of the parameters.
 
     Args:
-        params: float32, float16 or bfloat16; with ``masters`` only written, not read.
-        grads: of params' shapes; each of any of the three dtypes.
-        momentums: of params' shapes; each of any of the three dtypes.
+        params: list of float32, float16 or bfloat16 tensors; with ``masters`` only written, not
+            read.
+        grads: tensors in params' shapes; each in any of the three dtypes.
+        momentums: momentum buffers, in params' shapes; each in any of the three dtypes.
         grad_norms: [len(params)] float32, the norm of each gradient.
         param_norms: [len(params)] float32, the norm of each parameter.
         lr: learning rate.
-        trust_coefficient: factor of the ratio of the norms.
+        trust_coefficient: factor of the ratio |param| / |grad|.
         eps: added to the divisor.
         weight_decay: L2 coefficient.
         momentum: factor of the momentum buffers.
         nesterov: use Nesterov momentum.
         adapt: False uses ``lr`` for all tensors.
-        masters: master weights, float32, of params' shapes; None updates ``params`` directly.
+        masters: master weights, float32, in params' shapes; None updates ``params`` directly.
         found_inf: one float32 or int32 element; a value other than 0 skips the step.
 
     Raises:

@@ -64,10 +64,17 @@ def rms_norm_fwd(
     """Computes ``rms_norm`` of a matrix without autograd.
 
     Args:
-        x: [rows, cols]; other arguments are as in ``rms_norm``.
+        x: [rows, cols] float32, float16 or bfloat16; made contiguous if it is not.
+        weight: [cols] in x's dtype or float32; None means gamma = 1.
+        eps, zero_centered_gamma, residual: as in ``rms_norm``.
 
     Returns:
-        y; rstd, which ``rms_norm_bwd`` needs; x + residual if a residual is given.
+        y [rows, cols]; rstd, float32 [rows], which ``rms_norm_bwd`` needs; and x + residual if a
+        residual is given.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or device does not match.
     """
     x = x.contiguous()
     out = NormOutput(
@@ -104,7 +111,8 @@ def rms_norm_fwd_fp8(
 
     Args:
         x: [rows, cols] float32, float16 or bfloat16.
-        weight, eps, zero_centered_gamma, residual: as in ``rms_norm``.
+        weight: [cols] in x's dtype or float32; None means gamma = 1.
+        eps, zero_centered_gamma, residual: as in ``rms_norm``.
         scale: one float32 element on x's device.
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         rowwise: make the rowwise copy, [rows, cols].
@@ -116,7 +124,7 @@ def rms_norm_fwd_fp8(
         scale_inv: one float32 element to receive 1 / scale; a new one unless given.
 
     Returns:
-        FP8 copies of y, the statistics, and x + residual if a residual is given.
+        FP8 copies of y; rstd, float32 [rows]; and x + residual if a residual is given.
 
     Raises:
         TypeError: an argument has a dtype that is not listed.
@@ -145,13 +153,14 @@ def rms_norm_again(
     *,
     zero_centered_gamma: bool = False,
 ) -> torch.Tensor:
-    """Computes y of an earlier ``rms_norm_fwd`` once more, bitwise, from its statistics.
+    """Recomputes y of an earlier ``rms_norm_fwd`` from its statistics, bitwise identical.
 
     Args:
-        x: [rows, cols], the matrix that was normalised: the forward's x, or with a residual the
-            sum x + residual.
-        weight, zero_centered_gamma: as in ``rms_norm``.
+        x: [rows, cols] float32, float16 or bfloat16, the matrix that was normalised: the forward's
+            x, or x + residual with a residual.
+        weight: [cols] in x's dtype or float32, or None, as in the forward.
         rstd: [rows] float32, from ``rms_norm_fwd``.
+        zero_centered_gamma: gamma is 1 + weight instead of weight.
 
     Returns:
         y [rows, cols] in x's dtype.
@@ -181,15 +190,18 @@ def rms_norm_again_fp8(
     amax: torch.Tensor | None = None,
     zero_centered_gamma: bool = False,
 ) -> FP8Output:
-    """Computes y of an earlier ``rms_norm_fwd_fp8`` once more, bitwise, from its statistics.
+    """Recomputes y of an earlier ``rms_norm_fwd_fp8`` from its statistics, bitwise identical.
 
     Args:
-        x, weight, rstd, zero_centered_gamma: as in ``rms_norm_again``.
-        scale, fp8_dtype, rowwise, columnwise, pad_columnwise, amax: as in
+        x: [rows, cols] float32, float16 or bfloat16, the matrix that was normalised: the forward's
+            x, or x + residual with a residual.
+        weight: [cols] in x's dtype or float32, or None, as in the forward.
+        rstd: [rows] float32, from the forward.
+        scale, fp8_dtype, rowwise, columnwise, pad_columnwise, amax, zero_centered_gamma: as in
             ``rms_norm_fwd_fp8``.
 
     Returns:
-        FP8 copies of y.
+        FP8 copies of y, [rows, cols].
 
     Raises:
         TypeError: an argument has a dtype that is not listed.
@@ -222,15 +234,18 @@ def rms_norm_bwd(
     """Computes the gradients of ``rms_norm_fwd``, deterministically.
 
     Args:
-        dy: [rows, cols] in x's dtype, y's gradient.
-        x: [rows, cols], the matrix that was normalised: the forward's x, or with a residual the
-            sum x + residual.
-        weight: as in ``rms_norm``.
+        dy: [rows, cols] in x's dtype, gradient of y.
+        x: [rows, cols] float32, float16 or bfloat16, the matrix that was normalised: the forward's
+            x, or x + residual with a residual.
+        weight: [cols] in x's dtype or float32, or None, as in the forward.
         rstd: [rows] float32, from ``rms_norm_fwd``.
-        zero_centered_gamma: as in ``rms_norm``.
+        zero_centered_gamma: gamma is 1 + weight instead of weight.
         d_residual: [rows, cols] in x's dtype, gradient of the returned residual sum; added to dx.
             None adds nothing.
         with_dweight: compute the weight's gradient, in the weight's dtype (x's if weight is None).
+
+    Returns:
+        The gradient of x, [rows, cols] in its dtype, and that of the weight, [cols], if requested.
 
     Raises:
         TypeError: an argument has a dtype that is not listed.

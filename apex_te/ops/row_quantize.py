@@ -47,8 +47,8 @@ def row_quantize(
 ) -> RowQuantized:
     """Quantizes x with one scale for each row; the columnwise copy has one for each column of x.
 
-    The scale of a row, and what it does to special values, is that of ``block_quantize`` for a
-    block that is the whole row. With ``column_scale``, x is multiplied by it in float32 before.
+    The scale of a row, and what it does to special values, follow ``block_quantize`` with the whole
+    row as one block. With ``column_scale``, x is first multiplied by it in float32.
 
     Args:
         x: [rows, cols] float32, float16 or bfloat16; made contiguous if it is not.
@@ -58,8 +58,8 @@ def row_quantize(
         pad_columnwise: pad the columnwise copy to [cols, rows rounded up to 16]; the added columns
             are zeros.
         column_scale: float32 [cols], or None.
-        scales: ``"server"`` (scale_inv is amax / fp8_max, by which values are divided),
-            ``"pow2"`` or ``"fp32"``, as in ``block_quantize``.
+        scales: ``"server"`` (scale_inv is amax / fp8_max, by which values are divided), ``"pow2"``
+            or ``"fp32"``, as in ``block_quantize``.
         eps: smallest amax; with ``"server"`` it is at least 1e-10.
         out: result of an earlier call, whose tensors are overwritten. It determines which copies
             are made; ``rowwise`` and ``columnwise`` are ignored.

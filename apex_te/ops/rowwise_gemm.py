@@ -37,13 +37,17 @@ def rowwise_gemm(
     scales are multiplied by them.
 
     Args:
-        a: [M, K] FP8, contiguous: a copy that ``row_quantize`` has made.
+        a: [M, K] FP8, contiguous: a copy made by ``row_quantize``.
         b: [N, K] FP8, contiguous.
         a_scale_inv: float32 [M, 1].
         b_scale_inv: float32 [N, 1]; None multiplies by ``a_scale_inv`` alone.
         out: [M, N] to write, in a dtype listed for ``out_dtype``; a new tensor unless given.
         out_dtype: dtype of a new tensor: bfloat16, float16 or float32.
-        bias, accumulate, use_split_accumulator, c: as in ``fp8_gemm``.
+        bias: [N], converted to out's dtype, or to bfloat16 for a float32 out.
+        accumulate: add the result to ``out``, which must be given, instead of overwriting it.
+        use_split_accumulator: keep partial sums in float32 (slower, more exact); a CPU always does.
+        c: [M, N] in the output's dtype, contiguous: a tensor such as a residual, added before
+            rounding; not with ``accumulate``.
 
     Returns:
         The output [M, N]: ``out`` or the new tensor.

@@ -57,8 +57,17 @@ def scaled_softmax_fwd(
 ) -> torch.Tensor:
     """Computes ``scaled_softmax`` without autograd.
 
-    Arguments are as in ``scaled_softmax``. If ``out``, contiguous and of x's shape and dtype, is
-    given, it is written and returned instead of a new tensor.
+    Args:
+        x: [B, H, Sq, Sk] or [N, Sq, Sk] float32, float16 or bfloat16; made contiguous if it is not.
+        scale, mask, causal: as in ``scaled_softmax``.
+        out: contiguous tensor in x's shape and dtype to write instead of a new one.
+
+    Returns:
+        ``out`` or the new tensor, in x's shape and dtype.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or device does not match, or an option is not supported.
     """
     mode = _causal_mode("scaled_softmax_fwd", causal)
     x = x.contiguous()
@@ -82,19 +91,24 @@ def scaled_softmax_bwd(
     causal: str | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Computes the gradient with respect to x from the output y: scale * y * (dy - sum(dy * y)).
+    """Computes the gradient of x from the output y: scale * y * (dy - sum(dy * y)).
 
     An element with y = 0 has gradient 0 for every dy, so no mask is needed.
 
     Args:
-        dy: gradient of the output, of y's shape and dtype.
-        y: output of ``scaled_softmax``.
-        scale: as in ``scaled_softmax``.
-        causal: as in ``scaled_softmax``; elements hidden by it are not read.
-        out: contiguous tensor of y's shape and dtype to write instead of a new one; may be ``dy``.
+        dy: gradient of the output, in y's shape and dtype.
+        y: output of ``scaled_softmax``, [B, H, Sq, Sk] or [N, Sq, Sk] float32, float16 or bfloat16.
+        scale: factor of x in the forward.
+        causal: "upper_left", "bottom_right" or None, as passed to ``scaled_softmax``. Hidden
+            elements are not read.
+        out: contiguous tensor in y's shape and dtype to write instead of a new one; may be ``dy``.
 
     Returns:
         The gradient of x: ``out`` or the new tensor.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or device does not match, or an option is not supported.
     """
     mode = _causal_mode("scaled_softmax_bwd", causal)
     dy, y = dy.contiguous(), y.contiguous()

@@ -124,14 +124,16 @@ def swiglu_fwd_fp8(
     """Computes ``swiglu`` and quantizes its float32 result y: q = saturating_cast(y * scale).
 
     Args:
-        input, up, bias, up_bias, activation: as in ``swiglu``. M is the product of all
-            dimensions of ``input`` but the last.
+        input: float32, float16 or bfloat16, the gate [..., F], or without ``up`` gate and up [...,
+            2F]. M is the product of all its dimensions but the last.
+        up: [..., F] in the input's dtype, or None.
+        bias, up_bias, activation: as in ``swiglu``.
         scale: one float32 element on the input's device.
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         rowwise: make the rowwise copy, [M, F].
         columnwise: make the columnwise copy, the transpose [F, M].
-        pad_columnwise: pad the columnwise copy to [F, M rounded up to 16]; the added columns
-            are zeros. A GEMM that sums over the rows needs this.
+        pad_columnwise: pad the columnwise copy to [F, M rounded up to 16]; the added columns are
+            zeros. A GEMM that sums over the rows needs this.
         amax: one float32 element, becomes max(amax, max |y|), before scaling; NaN counts as
             largest. None computes no amax.
 
@@ -139,8 +141,8 @@ def swiglu_fwd_fp8(
         The FP8 copies of y and their scale_inv.
 
     Raises:
-        TypeError: as in ``swiglu``.
-        ValueError: as in ``swiglu``.
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or device does not match, or ``activation`` is not supported.
     """
     gate = gate_arguments("swiglu_fwd_fp8", activation)
     matrix, up_matrix = input_matrices("swiglu_fwd_fp8", input, up)
@@ -172,9 +174,19 @@ def swiglu_bwd(
 
     Args:
         grad_output: [..., F], gradient of the output, in the input's dtype.
-        input, up, bias, up_bias, activation: as in ``swiglu``.
-        with_dbias: also return the gradients of the biases, even if no biases are given: the column
-            sums of the gradients of gate and up, added in float32 in a fixed order.
+        input: as passed to ``swiglu``: float32, float16 or bfloat16, the gate [..., F], or without
+            ``up`` gate and up [..., 2F].
+        up: [..., F] in the input's dtype, or None.
+        bias, up_bias, activation: as passed to ``swiglu``.
+        with_dbias: also return the gradients of the biases, even without biases: the column sums of
+            the gradients of gate and up, added in float32 in a fixed order.
+
+    Returns:
+        The gradients of ``input``, ``up`` and the biases; None for one that does not exist.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or device does not match, or ``activation`` is not supported.
     """
     gate = gate_arguments("swiglu_bwd", activation)
     matrix, up_matrix = input_matrices("swiglu_bwd", input, up)
@@ -209,21 +221,29 @@ def swiglu_bwd_fp8(
 ) -> SwigluFP8Grads:
     """Computes ``swiglu_bwd`` and quantizes the float32 gradients as one matrix [M, 2F].
 
-    The matrix has the gate's gradient in its first F columns and up's in its last F, even if gate
-    and up are two tensors.
+    The matrix has the gradient of the gate in its first F columns and that of up in its last F,
+    even if gate and up are two tensors. M is the product of all dimensions of ``input`` but the
+    last.
 
     Args:
-        grad_output, with_dbias: as in ``swiglu_bwd``.
-        input, up, bias, up_bias, activation, scale, fp8_dtype: as in ``swiglu_fwd_fp8``.
+        grad_output: [..., F], gradient of the output, in the input's dtype.
+        input: float32, float16 or bfloat16, the gate [..., F], or without ``up`` gate and up [...,
+            2F].
+        up: [..., F] in the input's dtype, or None.
+        scale: one float32 element on the input's device.
+        fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
+        bias, up_bias, activation: as in ``swiglu``.
         rowwise: make the rowwise copy, [M, 2F].
         columnwise: make the columnwise copy, the transpose [2F, M].
-        pad_columnwise: pad the columnwise copy to [2F, M rounded up to 16]; the added columns
-            are zeros. A GEMM that sums over the rows needs this.
-        amax: one float32 element, becomes max(amax, max |gradient|), before scaling; NaN counts
-            as largest. None computes no amax.
+        pad_columnwise: pad the columnwise copy to [2F, M rounded up to 16]; the added columns are
+            zeros. A GEMM that sums over the rows needs this.
+        amax: one float32 element, becomes max(amax, max |gradient|), before scaling; NaN counts as
+            largest. None computes no amax.
 
     Returns:
         The FP8 copies of the matrix, and the biases' gradients or None.
+
+        with_dbias: also return the gradients of the biases, [2F] in the input's dtype.
     """
     gate = gate_arguments("swiglu_bwd_fp8", activation)
     matrix, up_matrix = input_matrices("swiglu_bwd_fp8", input, up)

@@ -44,8 +44,10 @@ def swiglu_fwd_block(
     input's dtype, but that result is not written to memory. Exception: for float32 the two ops run.
 
     Args:
-        input, up, bias, up_bias, activation: as in ``swiglu.swiglu``. M is the product of
-            all dimensions of ``input`` but the last.
+        input: float32, float16 or bfloat16, the gate [..., F], or without ``up`` gate and up [...,
+            2F]. M is the product of all its dimensions but the last.
+        up: [..., F] in the input's dtype, or None.
+        bias, up_bias, activation: as in ``swiglu.swiglu``.
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         columnwise_block_rows, rowwise, columnwise, pad_columnwise, scales, pow2, eps, amax: as in
             ``block_quantize``.
@@ -54,8 +56,8 @@ def swiglu_fwd_block(
         The requested copies, rowwise [M, F] and columnwise [F, M], with their scale_inv.
 
     Raises:
-        TypeError: as in ``swiglu.swiglu`` and ``block_quantize``.
-        ValueError: as in ``swiglu.swiglu`` and ``block_quantize``.
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or device does not match, or an option is not supported.
     """
     gate = gate_arguments("swiglu_fwd_block", activation)
     number = scales_number("swiglu_fwd_block", scales, pow2)
@@ -105,16 +107,20 @@ def swiglu_bwd_block(
 
     Args:
         grad_output: [..., F], gradient of the output, in the input's dtype.
-        input, up, bias, up_bias, activation, fp8_dtype, rowwise, columnwise, pad_columnwise,
-            scales, pow2, eps, amax: as in ``swiglu_fwd_block``.
+        input: float32, float16 or bfloat16, the gate [..., F], or without ``up`` gate and up [...,
+            2F]. M is the product of all its dimensions but the last.
+        up: [..., F] in the input's dtype, or None.
+        bias, up_bias, activation: as in ``swiglu.swiglu``.
+        fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
+        rowwise, columnwise, pad_columnwise, scales, pow2, eps, amax: as in ``block_quantize``.
 
     Returns:
         The requested copies, rowwise [M, 2F] and columnwise [2F, M], with their scale_inv. The
         matrix has the gate's gradient first, even if gate and up are two tensors.
 
     Raises:
-        TypeError: as in ``swiglu.swiglu`` and ``block_quantize``.
-        ValueError: as in ``swiglu.swiglu`` and ``block_quantize``.
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or device does not match, or an option is not supported.
     """
     gate = gate_arguments("swiglu_bwd_block", activation)
     number = scales_number("swiglu_bwd_block", scales, pow2)

@@ -1,4 +1,4 @@
-"""Sums of all pairs of a transducer's frames and label places, with ReLU and dropout."""
+"""Joint of a transducer (RNN-T): sums of all pairs of frames and labels, with ReLU and dropout."""
 
 from __future__ import annotations
 
@@ -29,32 +29,35 @@ def transducer_joint(
     seed: torch.Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
-    """Computes ``dropout(relu(f[:, :, None] + g[:, None]), p)``, differentiably.
+    """Computes ``dropout(relu(f[:, :, None] + g[:, None]), p)``, the joint of a transducer (RNN-T).
 
-    A sample's cells behind its lengths are -1 and have no gradient. With ``batch_offset`` the
-    result has only the rows of the others, sample by sample: a sample's row ``t * g_len + u`` is
-    the sum of frame t and place u. Sums are in float32 and rounded once; dropout draws as in
-    ``bias_dropout_add``. Backward keeps a byte for each element where there is ReLU or dropout.
+    It is differentiable. Elements beyond a sample's lengths are -1 and have no gradient. With
+    ``batch_offset`` they are left out: the result is packed sample by sample, and row ``t * g_len +
+    u`` of a sample is the sum of frame t and label position u. Sums are computed in float32 and
+    rounded once. With ReLU or dropout, backward needs one byte per element.
 
     Args:
         f: output of the encoder, [B, T, H] float32, float16 or bfloat16; made contiguous if it is
             not.
         g: output of the predictor, [B, U, H] of the same dtype; made contiguous if it is not.
-        f_len, g_len: frames and places of each sample, int32 [B], from 0 to T and U.
-        batch_offset: packed rows up to the end of each sample, ``cumsum(f_len * g_len)``, int64
-            [B]; None for a result that is not packed.
-        packed_rows: rows of the packed result, the last of ``batch_offset``.
-        relu: True to make negative sums 0.
-        p: probability of an element to be dropped, 0 to 1.
-        seed: determines the mask, one int64 on the device of ``f``; None draws it.
-        generator: generator to draw the seed from; None takes the device's default one.
+        f_len, g_len: int32 [B], the number of frames (at most T) and label positions (at most U) of
+            each sample.
+        batch_offset: int64 [B], the end of each sample in the packed result, ``cumsum(f_len *
+            g_len)``; None does not pack.
+        packed_rows: number of rows of the packed result, the last element of ``batch_offset``.
+        relu: apply a ReLU to the sums.
+        p: dropout probability, from 0 to 1.
+        seed: one int64 element on the device of ``f``, which determines the dropout mask; None
+            draws one.
+        generator: generator that draws the seed; None uses the device's default generator.
 
     Returns:
         [B, T, U, H], or packed [packed_rows, H], in the dtype of ``f``.
 
     Raises:
         TypeError: a tensor has another dtype than those above.
-        ValueError: a shape or a number does not fit, or, on the CPU, a length or an offset.
+        ValueError: a shape does not match, ``p`` is out of range, both ``seed`` and ``generator``
+            are given, or, on the CPU, a length or an offset is out of range.
     """
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"transducer_joint: p must be from 0 to 1, got {p}")
@@ -82,19 +85,23 @@ def transducer_joint_fwd(
     seed: torch.Tensor | None = None,
     with_mask: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Computes ``transducer_joint`` and the mask that ``transducer_joint_bwd`` takes.
+    """Computes ``transducer_joint`` without autograd, and the mask for ``transducer_joint_bwd``.
 
     Args:
-        f, g, f_len, g_len, batch_offset, packed_rows, relu, p, seed: as in ``transducer_joint``;
-            ``seed`` must be given for p other than 0 and 1.
-        with_mask: False to leave the mask out.
+        f: [B, T, H] float32, float16 or bfloat16.
+        g: [B, U, H] in the same dtype.
+        f_len, g_len: int32 [B], lengths of each sample in T and U.
+        batch_offset, packed_rows, relu, p, seed: as in ``transducer_joint``; ``seed`` is required
+            unless p is 0 or 1.
+        with_mask: False skips the mask.
 
     Returns:
-        (the result, uint8 of its shape, 1 where the gradient passes, or None).
+        (result, mask): [B, T, U, H] or [packed_rows, H] in the dtype of ``f``; and uint8 of the
+        same shape, 1 where the gradient passes, or None.
 
     Raises:
-        TypeError: a tensor has another dtype than those of ``transducer_joint``.
-        ValueError: a shape or a number does not fit.
+        TypeError: a tensor has another dtype than those above.
+        ValueError: a shape does not match, or ``p`` is out of range.
     """
     if batch_offset is None:
         shape = [*f.shape[:2], *g.shape[1:]]
@@ -119,21 +126,26 @@ def transducer_joint_bwd(
     max_g_len: int,
     scale: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes the gradients of ``f`` and ``g`` from one read of that of ``transducer_joint``.
+    """Computes the gradients of ``f`` and ``g`` in ``transducer_joint``, in one pass.
 
     Args:
-        grad: gradient of the result, of its shape and dtype; not read behind the lengths.
-        mask: of ``transducer_joint_fwd``; None lets all pass.
-        f_len, g_len, batch_offset: as in ``transducer_joint``.
-        max_f_len, max_g_len: T and U.
-        scale: factor of the gradient, 1 / (1 - p) with dropout.
+        grad: gradient of the result, [B, T, U, H] or packed [rows, H], float32, float16 or
+            bfloat16; elements beyond a sample's lengths are not read.
+        mask: uint8 in the shape of ``grad``, from ``transducer_joint_fwd``; None passes every
+            gradient.
+        f_len, g_len: int32 [B], lengths of each sample in T and U.
+        batch_offset: int64 [B], the end of each sample in a packed ``grad``; None if it is not
+            packed.
+        max_f_len, max_g_len: T and U, the extents of ``f`` and ``g``.
+        scale: factor of the gradient, 1 / (1 - p) after dropout.
 
     Returns:
-        (df [B, T, H], dg [B, U, H]), summed in float32 in a fixed order and rounded once.
+        (gradient of ``f`` [B, T, H], gradient of ``g`` [B, U, H]) in the dtype of ``grad``, summed
+        in float32 in a fixed order and rounded once.
 
     Raises:
         TypeError: a tensor has another dtype than those above.
-        ValueError: a shape does not fit.
+        ValueError: a shape does not match.
     """
     if grad.dim() == 0:
         raise ValueError("transducer_joint_bwd: grad must have 2 or 4 dimensions, got shape []")
@@ -149,7 +161,7 @@ def transducer_joint_bwd(
 
 
 def keep_scale(p: float) -> float:
-    """Returns the factor of elements that dropout with probability ``p`` keeps; 0 for 1."""
+    """Returns the factor of the elements that dropout keeps, or 0 if ``p`` is 1."""
     return 1.0 - p if p in (0.0, 1.0) else 65536 / (65536 - drop_threshold(p))
 
 

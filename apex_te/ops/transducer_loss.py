@@ -24,32 +24,35 @@ def transducer_loss(
     *,
     log_probs: bool = False,
 ) -> torch.Tensor:
-    """Computes each sample's negative log-likelihood of its labels, differentiably.
+    """Computes the transducer (RNN-T) loss: each sample's negative log-likelihood of its labels.
 
-    Softmax is part of it: no log-probabilities are stored, and backward reads the logits once and
-    writes their gradient, rounded once. Sums are in float32, in a fixed order.
+    It is differentiable and includes the log-softmax: no log-probabilities are stored, and backward
+    reads the logits once and writes their gradient, rounded once. Sums are in float32, in a fixed
+    order.
 
     Args:
-        x: logits [B, T, U, V] float32, float16 or bfloat16 with U - 1 the columns of ``label``, or
-            packed [rows, V] with ``batch_offset``; made contiguous if it is not.
-        label: int32 [B, U - 1], in [0, V) up to each sample's length. Another value raises on the
-            CPU and makes the sample's loss NaN on the GPU.
-        f_len: frames of each sample, int32 [B], from 1 to T.
-        y_len: labels of each sample, int32 [B], from 0 to U - 1.
-        blank: index of the symbol that goes on to the next frame.
-        batch_offset: packed rows up to the end of each sample, ``cumsum(f_len * (y_len + 1))``,
-            int64 [B], whose row ``t * (y_len + 1) + u`` is frame t after u labels; None for an
-            ``x`` that is not packed.
-        max_f_len: T of a packed ``x``.
-        log_probs: True for an ``x`` of log-probabilities, whose gradient is then that of them.
+        x: logits over V symbols, [B, T, U, V] float32, float16 or bfloat16, where U - 1 is the
+            number of columns of ``label``; with ``batch_offset`` packed as [rows, V]. Made
+            contiguous if it is not.
+        label: int32 [B, U - 1], in [0, V) up to each sample's length. Another value raises
+            ValueError on the CPU and makes the sample's loss NaN on the GPU.
+        f_len: int32 [B], number of frames of each sample, from 1 to T.
+        y_len: int32 [B], number of labels of each sample, from 0 to U - 1.
+        blank: index of the blank symbol in V, which advances to the next frame.
+        batch_offset: int64 [B], the end of each sample in a packed ``x``, ``cumsum(f_len * (y_len +
+            1))``; row ``t * (y_len + 1) + u`` of a sample is frame t after u labels. None if ``x``
+            is not packed.
+        max_f_len: T; required with a packed ``x``, else ignored.
+        log_probs: ``x`` already contains log-probabilities; the gradient is then with respect to
+            them.
 
     Returns:
         [B] in the dtype of ``x``.
 
     Raises:
         TypeError: a tensor has another dtype than those above.
-        ValueError: a shape or ``blank`` does not fit, or, on the CPU, a length, an offset or a
-            label.
+        ValueError: a shape does not match, ``blank`` is out of range, or, on the CPU, a length, an
+            offset or a label is.
     """
     args = x, label, f_len, y_len, blank, batch_offset, max_f_len, log_probs
     return _TransducerLoss.apply(*args)
@@ -68,22 +71,27 @@ def transducer_loss_fwd(
     log_sums: torch.Tensor | None = None,
     rest: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Computes ``transducer_loss`` of log-probabilities, or of logits if ``log_sums`` is given.
+    """Computes ``transducer_loss`` and what backward needs, without autograd.
 
     Args:
-        x, label, f_len, y_len, blank, batch_offset, max_f_len: as in ``transducer_loss``.
-        log_sums: tensor to write the logsumexp of the rows of ``x`` that count, float32 [rows],
-            for an ``x`` of logits; None for log-probabilities.
-        rest: tensor to write what rounding alpha and beta to float32 loses, float32 [2, B, T, U];
-            None to leave it out.
+        x: [B, T, U, V] or packed [rows, V] float32, float16 or bfloat16: logits if ``log_sums`` is
+            given, else log-probabilities.
+        label: int32 [B, U - 1].
+        f_len, y_len: int32 [B], number of frames and labels of each sample.
+        blank, batch_offset, max_f_len: as in ``transducer_loss``.
+        log_sums: float32 [rows], written: the logsumexp of each row of ``x`` within the lengths.
+            rows is B * T * U if ``x`` is not packed.
+        rest: float32 [2, B, T, U], written: the rounding errors of alpha and beta in float32; None
+            does not compute them.
 
     Returns:
-        (alpha, beta, loss). The first two, float32 [B, T, U], are log-probabilities of what comes
-        before and after a cell, undefined behind the lengths.
+        (alpha, beta, loss). alpha and beta, float32 [B, T, U], are the log-probabilities of all
+        alignments before and after each frame and label, undefined beyond the lengths. loss is [B]
+        in the dtype of ``x``.
 
     Raises:
         TypeError: a tensor has another dtype than those above.
-        ValueError: a shape or value does not fit.
+        ValueError: a shape does not match, or a value is out of range.
     """
     rows = _rows("transducer_loss_fwd", x, batch_offset)
     frames = _frames("transducer_loss_fwd", x, batch_offset, max_f_len)
@@ -113,21 +121,21 @@ def transducer_loss_bwd(
     rest: torch.Tensor | None = None,
     fuse_softmax: bool = True,
 ) -> torch.Tensor:
-    """Computes the gradient of ``transducer_loss_fwd`` in ``x``.
+    """Computes the gradient of ``transducer_loss`` with respect to ``x``.
 
     Args:
-        x, label, f_len, y_len, blank, batch_offset, log_sums: as in ``transducer_loss_fwd``.
+        x, label, f_len, y_len, blank, batch_offset, log_sums: as passed to ``transducer_loss_fwd``.
         grad: gradient of the losses, [B] in the dtype of ``x``.
-        alpha, beta, rest: results of ``transducer_loss_fwd``; without ``rest`` a gradient has the
-            relative error to which float32 holds the loss.
-        fuse_softmax: True for the gradient of the logits, False for that of log-probabilities.
+        alpha, beta, rest: from ``transducer_loss_fwd``, float32. Without ``rest``, the relative
+            error of the gradient is the absolute error of the loss in float32.
+        fuse_softmax: True returns the gradient of the logits, False that of log-probabilities.
 
     Returns:
-        A contiguous tensor like ``x``, 0 behind the lengths.
+        A contiguous tensor in the shape and dtype of ``x``, 0 beyond the lengths.
 
     Raises:
         TypeError: a tensor has another dtype than those above.
-        ValueError: a shape or value does not fit.
+        ValueError: a shape does not match, or a value is out of range.
     """
     rows = _rows("transducer_loss_bwd", x, batch_offset)
     dx = torch.empty_like(rows)
