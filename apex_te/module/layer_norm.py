@@ -18,14 +18,14 @@ class LayerNormLayer(NormModule):
         normalized_shape: the last dimension(s) of the input, an int or several.
         eps: added to the variance.
         hidden_size: another name of ``normalized_shape``.
-        sequence_parallel: sets the attribute of this name on the parameters, for trainers; it
-            changes no computation.
+        sequence_parallel: sets the attribute ``sequence_parallel`` of the parameters, for trainers;
+            does not change the computation.
         params_dtype: dtype of the parameters, default ``torch.get_default_dtype()``; another name:
             ``dtype``.
         zero_centered_gamma: gamma is ``1 + weight``, and the weight starts at 0.
         device: device of the parameters; those on ``"meta"`` get memory by ``reset_parameters()``.
 
-    Its parameters are ``weight`` and ``bias``, both of ``normalized_shape``. Interface and defaults
+    Its parameters are ``weight`` and ``bias``, both in ``normalized_shape``. Interface and defaults
     follow TransformerEngine's LayerNorm.
     """
 

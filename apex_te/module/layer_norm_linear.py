@@ -108,8 +108,10 @@ class LayerNormLinear(NormedModule, LinearParameters):
         """Applies the norm and the linear layer.
 
         Args:
-            inp: [..., in_features], of the dtypes that ``Linear.forward`` takes.
-            is_first_microbatch: as in ``Linear.forward``.
+            inp: [..., in_features] in the dtype of the parameters: fp32, fp16 or bf16. Under
+                ``torch.autocast`` it may have any of these, and the output has autocast's dtype.
+            is_first_microbatch: True caches the FP8 weight, False reuses it, None casts it in each
+                call; as in ``Linear.forward``.
 
         Returns:
             ``out`` [..., out_features]; ``(out, bias)`` with ``return_bias``, ``(out, norm)`` with
@@ -117,8 +119,8 @@ class LayerNormLinear(NormedModule, LinearParameters):
             output.
 
         Raises:
-            TypeError: a tensor has another dtype than those above.
-            ValueError: an argument has another shape than that above.
+            TypeError: ``inp`` has another dtype than those above.
+            ValueError: the last dimension of ``inp`` is not ``in_features``.
         """
         try:
             return self.forward_with_residual(inp, None, is_first_microbatch, False)[0]
@@ -136,21 +138,25 @@ class LayerNormLinear(NormedModule, LinearParameters):
     ) -> tuple[Any, torch.Tensor | None]:
         """Applies the norm and the linear layer to ``inp + residual``.
 
-        The norm's kernels do the addition, and in backward add the gradient of ``total``.
+        The norm kernels perform the addition, and in backward accumulate the gradient of ``total``.
 
         Args:
-            inp: as in ``forward``.
-            residual: a tensor of the shape and dtype of ``inp``; None adds nothing.
-            is_first_microbatch: as in ``Linear.forward``.
-            return_residual: True if the caller needs ``total``. With False a call in FP8 may return
-                None for it.
-            heads: the layout of attention heads in the output. A call in FP8 then returns the heads
-                instead of ``out``, see below. None does not split the output.
+            inp: [..., in_features] in fp32, fp16 or bf16, as in ``forward``.
+            residual: tensor in the shape and dtype of ``inp``; None adds nothing.
+            is_first_microbatch: True caches the FP8 weight, False reuses it, None casts it in each
+                call.
+            return_residual: True if the caller needs ``total``; with False it may be None in FP8.
+            heads: layout of attention heads in the output features, a ``HeadLayout``; in FP8 the
+                output is then returned split into heads. None does not split it.
 
         Returns:
-            ``(out, total)``: what ``forward`` returns, and the sum ``inp + residual`` (``inp``
-            without a residual). In FP8 with ``heads``, the tuple ``(queries, keys, values)``, each
-            [..., heads, size], replaces the output [..., out_features].
+            ``(out, total)``: what ``forward`` returns, and ``inp + residual`` (``inp`` without a
+            residual). In FP8 with ``heads``, ``out`` is the tuple ``(queries, keys, values)``, each
+            [..., heads, size].
+
+        Raises:
+            TypeError: a tensor has another dtype than those above.
+            ValueError: a shape does not match.
         """
         weight, bias = self._linear_operands()
         if residual is not None:

@@ -73,14 +73,15 @@ class LayerNormMLP(NormedModule):
             sigmoid(alpha * gate) * (up + glu_linear_offset)`` with gate and up clamped to
             ``limit``. Keys: ``limit`` (default 7.0), ``alpha`` (1.702) and ``glu_linear_offset``
             (1.0).
-        init_method, output_layer_init_method: fill FC1's and FC2's weight; default N(0, 0.023^2).
+        init_method, output_layer_init_method: initialise the weights of FC1 and of FC2; default
+            N(0, 0.023^2).
         zero_centered_gamma, return_layernorm_output: as in ``LayerNormLinear``.
         return_bias: also return FC2's bias, which is then not added.
-        checkpoint: save only the input, and compute the norm, FC1 and the activation again in
-            backward, with the same results and FP8 scales.
+        checkpoint: save only the input, and recompute the norm, FC1 and the activation in backward,
+            with the same results and FP8 scales.
         fuse_wgrad_accumulation, params_dtype, dtype, delay_wgrad_compute, name, device: as in
             ``Linear``.
-        seq_length, micro_batch_size: accepted for interface compatibility; nothing is warmed up.
+        seq_length, micro_batch_size: ignored, accepted for compatibility.
         set_parallel_mode: split ``ffn_hidden_size`` over the ranks of ``tp_group``: FC1 is
             column-parallel, FC2 row-parallel. With a gated activation each rank has rows of both
             halves.
@@ -179,8 +180,10 @@ class LayerNormMLP(NormedModule):
         """Applies the norm and the MLP.
 
         Args:
-            inp: [..., hidden_size], of the dtypes that ``Linear.forward`` takes.
-            is_first_microbatch: as in ``Linear.forward``.
+            inp: [..., hidden_size] in the dtype of the parameters: fp32, fp16 or bf16. Under
+                ``torch.autocast`` it may have any of these, and the output has autocast's dtype.
+            is_first_microbatch: True caches the FP8 weights, False reuses them, None casts them in
+                each call; as in ``Linear.forward``.
 
         Returns:
             ``out`` in the shape of ``inp``; ``(out, bias)`` with ``return_bias``, ``(out, norm)``
@@ -188,8 +191,8 @@ class LayerNormMLP(NormedModule):
             norm's output.
 
         Raises:
-            TypeError: a tensor has another dtype than those above.
-            ValueError: an argument has another shape than that above.
+            TypeError: ``inp`` has another dtype than those above.
+            ValueError: the last dimension of ``inp`` is not ``hidden_size``.
         """
         try:
             return self.forward_with_residual(inp, None, is_first_microbatch, False)[0]
@@ -208,22 +211,25 @@ class LayerNormMLP(NormedModule):
     ) -> tuple[Any, torch.Tensor | None]:
         """Applies the norm and the MLP to ``inp + residual``.
 
-        The norm's kernels do the addition, and in backward add the gradient of ``total``.
+        The norm kernels perform the addition, and in backward accumulate the gradient of ``total``.
 
         Args:
-            inp: as in ``forward``.
-            residual: a tensor of the shape and dtype of ``inp``; None adds nothing.
-            is_first_microbatch: as in ``Linear.forward``.
-            return_residual: True if the caller needs ``total``. With False a call in FP8 may return
-                None for it.
-            add_residual: let FC2's GEMM add ``total`` to the result, if the GEMM can; the result is
-                then rounded once. Requires ``return_residual``, and that no bias is returned.
-            repeated: record of the first run, if ``checkpoint`` makes this call to compute it
-                again; None in all other calls.
+            inp: [..., hidden_size] in fp32, fp16 or bf16, as in ``forward``.
+            residual: tensor in the shape and dtype of ``inp``; None adds nothing.
+            is_first_microbatch: True caches the FP8 weights, False reuses them, None casts them in
+                each call.
+            return_residual: True if the caller needs ``total``; with False it may be None in FP8.
+            add_residual: let FC2's GEMM add ``total`` to its output where possible, which is then
+                rounded once. Requires ``return_residual``, and that no bias is returned.
+            repeated: only for the recompute with ``checkpoint``: the record of the first run.
 
         Returns:
-            ``(out, total)``: what ``forward`` returns, and the sum ``inp + residual`` (``inp``
-            without a residual). ``total`` is None if FC2's GEMM has added it to ``out``.
+            ``(out, total)``: what ``forward`` returns, and ``inp + residual`` (``inp`` without a
+            residual). ``total`` is None if FC2's GEMM has added it to ``out``.
+
+        Raises:
+            TypeError: a tensor has another dtype than those above.
+            ValueError: a shape does not match.
         """
         if residual is not None:
             self._check_residual(inp, residual)

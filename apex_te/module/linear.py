@@ -138,11 +138,11 @@ class LinearParameters(ParallelModule):
 class LinearLayer(LinearParameters):
     """``y = x @ weight.T + bias``, in FP8 inside an enabled ``fp8_autocast`` region.
 
-    Elsewhere it computes as ``torch.nn.Linear`` does. Its initial values are those of
-    TransformerEngine, not of torch: the weight is drawn from N(0, 0.023^2), the bias is 0.
+    Elsewhere it computes as ``torch.nn.Linear`` does. Initial values follow TransformerEngine, not
+    torch: the weight is drawn from N(0, 0.023^2), the bias is 0.
 
     Args:
-        in_features, out_features: sizes of input and output, on all ranks together. Any size works;
+        in_features, out_features: global sizes of input and output, over all ranks. Any size works;
             multiples of 16 are fastest.
         bias: learn a bias ``[out_features]``.
         fuse_wgrad_accumulation: add the weight gradient to ``weight.main_grad`` instead of
@@ -152,34 +152,38 @@ class LinearLayer(LinearParameters):
         return_bias: return ``(y, bias)``; the bias, in the dtype of ``y``, is not added.
         params_dtype: dtype of the parameters, default ``torch.get_default_dtype()``; another name:
             ``dtype``.
-        skip_weight_param_allocation: own no parameters; ``weight`` (and ``bias``) must then be
+        skip_weight_param_allocation: allocate no parameters; ``weight`` (and ``bias``) must then be
             passed to ``forward``.
-        parameters_split: names (of equal parts) or a dict from names to numbers of rows. The layer
-            then has parameters ``<name>_weight`` and ``<name>_bias``, and joins them in each
-            forward.
-        delay_wgrad_compute: leave the weight gradient out of backward; ``backward_dw()`` computes
-            it.
+        parameters_split: split the weight by rows into parameters ``<name>_weight`` (and
+            ``<name>_bias``), joined in each forward: a list of names for equal parts, or a dict
+            from names to numbers of rows.
+        delay_wgrad_compute: do not compute the weight gradient in backward; ``backward_dw()`` does.
         save_original_input: save the input in bf16 or fp32 for backward instead of its FP8 copy,
-            and cast it again there. This takes less memory if the op that made the input saves it
-            anyway.
-        name: names the module in reports.
+            and cast it again in backward. This saves memory if the op that produced the input saves
+            it anyway.
+        name: name of the module in reports.
         device: device of the parameters; those on ``"meta"`` get memory by ``reset_parameters()``.
-        parallel_mode: None, ``"column"`` (the rank has out_features / ranks rows of the weight) or
+        parallel_mode: None, ``"column"`` (each rank has out_features / ranks rows of the weight) or
             ``"row"`` (in_features / ranks columns).
         tp_group: the ``ProcessGroup`` of the ranks that the layer is split over.
-        tp_size: the number of ranks; needed only if ``tp_group`` is None here and
-            ``set_tensor_parallel_group`` sets it before forward.
+        tp_size: number of those ranks; needed only if ``tp_group`` is None and set later by
+            ``set_tensor_parallel_group``.
         sequence_parallel: also split dimension 0 of a column-parallel layer's input, or of a
             row-parallel layer's output, over the ranks. The input's rows are gathered as FP8 data
             if all ranks have the same scale (delayed scaling reduced over the ranks, tensorwise
             recipes).
-        get_rng_state_tracker: function that returns a tracker of random states like Megatron-LM's.
-            Initial values of split weights are drawn inside its ``fork(name)``; with None, from
-            PyTorch's own random state.
-        rng_tracker_name: the name of the random state to fork; None takes the tracker's default.
+        get_rng_state_tracker: function that returns a tracker of random states such as
+            ``CudaRNGStatesTracker``. Initial values of split weights are drawn inside its
+            ``fork(name)``; None uses PyTorch's global random state.
+        rng_tracker_name: name of the random state to fork; None uses the tracker's default.
 
-    Its parameters are ``weight`` ``[out_features, in_features]``, ``bias`` ``[out_features]``.
+    Its parameters are ``weight`` ``[out_features, in_features]`` and ``bias`` ``[out_features]``.
     Interface and defaults follow TransformerEngine's Linear.
+
+    Raises:
+        TypeError: an argument has a wrong type.
+        ValueError: the ranks do not divide a size, ``parallel_mode`` is unknown, or arguments
+            exclude each other.
     """
 
     @named_arguments()
@@ -237,11 +241,11 @@ class LinearLayer(LinearParameters):
         """Applies the layer to ``inp`` [..., in_features].
 
         Args:
-            inp: in the dtype of the parameters; in FP8 that must be fp32, fp16 or bf16. Under
+            inp: in the dtype of the parameters; in FP8, fp32, fp16 or bf16. Under
                 ``torch.autocast`` it may have any floating-point dtype (in FP8 one of these three),
-                and the output has autocast's dtype; FP8 data are then cast directly from ``inp``,
-                without rounding it to autocast's dtype first.
-            weight, bias: replace the module's own, and have their shapes.
+                and the output has autocast's dtype; FP8 data is then cast directly from ``inp``,
+                without rounding to autocast's dtype first.
+            weight, bias: used instead of the module's own, in their shapes.
             is_first_microbatch: None quantizes the weight on each call, True caches its FP8 copies,
                 False reuses these while the weight is unchanged. Writes to ``weight.data``, or
                 through another tensor that shares its memory, are not noticed: call with True or
@@ -401,24 +405,23 @@ class Linear(LinearLayer, torch.nn.Linear):  # type: ignore[misc]
     ) -> torch.Tensor:
         """Applies the layer and adds a low-rank GEMM, as a LoRA adapter does.
 
-        In FP8 with a frozen weight and bias, the layer's GEMM adds the low-rank result before it
-        rounds, and does so in backward for the input's gradient. Otherwise torch's ops add it.
+        In FP8 with a frozen weight and bias, the layer's GEMM adds the low-rank result before
+        rounding, and the dgrad GEMM does the same in backward. Otherwise torch's ops add it.
 
-        In FP8, layers with frozen weight and bias that take the same tensor one after another in a
-        region, such as the projections to queries, keys and values, also share work: they cast the
-        tensor once if the recipe keeps no state, and add up its gradient in their GEMMs. A write to
-        the tensor ends the sharing. Exception: a write through ``data``, by a collective, or
-        through another tensor that shares its memory is not noticed; layers then reuse the cast of
-        the old values until the layer that took the tensor first is called again, which always ends
-        the sharing.
+        In FP8, layers with frozen weight and bias that are called in a row with the same tensor,
+        such as query, key and value projections, also share work: they cast the tensor once if the
+        recipe keeps no state, and accumulate its gradient in their GEMMs. A write to the tensor
+        ends the sharing. Writes through ``data``, by a collective, or through another tensor that
+        shares its memory are not noticed: layers then reuse the old cast until the first of them is
+        called again.
 
         Args:
-            inp: as in ``forward``.
-            down: ``[rank, in_features]``, of the dtypes that ``forward`` takes, as ``up``.
-            up: ``[out_features, rank]``.
+            inp: [..., in_features], as in ``forward``.
+            down: ``[rank, in_features]``, in a dtype that ``forward`` accepts.
+            up: ``[out_features, rank]``, in a dtype that ``forward`` accepts.
             scaling: factor of the added result.
-            low_rank_inp: input of the added GEMM, of the shape of ``inp``, for example ``inp``
-                after a dropout; None takes ``inp``.
+            low_rank_inp: input of the added GEMM, in the shape of ``inp``, such as ``inp`` after
+                dropout; None uses ``inp``.
 
         Returns:
             ``forward(inp) + scaling * (low_rank_inp @ down.T) @ up.T``, [..., out_features].

@@ -51,76 +51,74 @@ class MoELayer(CompositeModule):
 
     An expert is ``act(x @ fc1.T + b1) @ fc2.T + b2``, in FP8 inside an enabled ``fp8_autocast``
     region. On one rank the host does not wait for the GPU, and calls can be captured in a CUDA
-    graph, except with MXFP8, HiF8 and FP8 with sizes that are not multiples of 16. The router is
-    never in FP8, because the rounding would change the choice of experts. The choice is
-    deterministic, so that activation checkpoints recompute the same one. Shard the layer as a whole
-    with FSDP2: hooks of ``fc1`` or ``fc2`` keep their ops from being fused. Inside
-    ``fp8_model_init`` the weights of experts and shared expert are held in FP8, not the router's.
+    graph, except with MXFP8, HiF8 and FP8 with sizes that are not multiples of 16. The router never
+    runs in FP8, because rounding would change the choice of experts. The choice is deterministic,
+    so that activation checkpoints recompute the same one. With FSDP2, shard the layer as a whole:
+    hooks of ``fc1`` or ``fc2`` prevent fusion of their ops. Inside ``fp8_model_init`` the weights
+    of experts and shared expert are held in FP8, the router's is not.
 
     Args:
         hidden_size: features of the input and of the output.
         ffn_hidden_size: features between the two GEMMs of an expert; a gated activation makes FC1
             twice as wide.
-        num_experts: number of experts on all ranks, at most 1023.
+        num_experts: number of experts over all ranks, at most 1023.
         top_k: number of experts of each token.
         activation, activation_params: as in ``LayerNormMLP``.
-        bias: each expert learns both biases.
+        bias: experts have biases in both GEMMs.
         score_function, use_pre_softmax, num_groups, group_topk, scaling_factor: as in
             ``apex_te.router.topk_router``.
-        expert_bias: add a bias to the scores for the choice alone, to balance the experts without a
+        expert_bias: add a bias to the scores for the choice only, to balance the experts without a
             loss; not with ``"softmax"``. Call ``update_expert_bias`` after each optimizer step.
-        bias_update_rate: the step of ``update_expert_bias``.
-        aux_loss_coeff: factor of the load-balance loss, 0 for none.
-        sequence_aux_loss: compute the load-balance loss of each sequence and take the mean, instead
-            of one loss of all tokens. The input is then ``[..., sequence, hidden_size]``.
+        bias_update_rate: step size of ``update_expert_bias``.
+        aux_loss_coeff: coefficient of the load-balance loss; 0 disables it.
+        sequence_aux_loss: compute the load-balance loss per sequence and average it, instead of
+            over all tokens. The input is then ``[..., sequence, hidden_size]``.
         sequence_first: the input of ``sequence_aux_loss`` is ``[sequence, ..., hidden_size]``.
-        z_loss_coeff: factor of the router z-loss, 0 for none.
-        capacity_factor: drop an expert's copies of tokens above ``tokens * top_k / num_experts``
-            times this, rounded up; None drops none. A dropped copy adds nothing to its token's
-            result. Each rank has its own capacity, of its own tokens.
-        token_drop_policy: ``"probs"`` drops the copies with the smallest probabilities,
-            ``"position"`` those of the last tokens.
-        shared_expert_ffn_hidden_size: features of an MLP that computes all tokens, without biases,
-            and whose result is added; None for none.
-        shared_expert_gate: multiply the shared expert's result by ``sigmoid(x @ gate_weight.T)``.
-        router_dtype: dtype in which the router's logits are computed.
-        init_method, output_layer_init_method: fill the weights of router and FC1, and of FC2;
+        z_loss_coeff: coefficient of the router z-loss; 0 disables it.
+        capacity_factor: each expert drops tokens beyond ``tokens * top_k / num_experts`` times
+            this, rounded up; None drops none. A dropped token gets nothing from that expert. Each
+            rank has its own capacity, for its own tokens.
+        token_drop_policy: ``"probs"`` drops the tokens with the smallest probabilities,
+            ``"position"`` the last tokens.
+        shared_expert_ffn_hidden_size: FFN size of a shared expert without biases, an MLP whose
+            output for every token is added; None has no shared expert.
+        shared_expert_gate: multiply the shared expert's output by ``sigmoid(x @ gate_weight.T)``.
+        router_dtype: dtype in which the router logits are computed.
+        init_method, output_layer_init_method: initialise the weights of router and FC1, and of FC2;
             default N(0, 0.023^2).
-        expert_group: process group over whose ranks the experts are spread: rank ``r`` has
-            ``num_experts / ranks`` experts, starting at number ``r * num_experts / ranks``. None
-            has all of them on this rank. New experts differ between ranks if all ranks have the
-            same random state; router and shared expert are then equal.
-        exchange, wire: as in ``apex_te.distributed.TokenDispatcher``, for several ranks.
-        exchange_chunks: number of parts of an exchange between several ranks. While the experts
-            compute one part, the next is sent to them and the results of the last one return;
-            backward does the same. "all_to_all" cuts the experts of a rank into parts, which leaves
-            all bits as they are. "all_gather" cuts the tokens: then ``"tensorwise"`` computes
-            scales of each part's rows, and weight gradients are rounded for each part, except in
-            ``main_grad``. A graph of ``torch.compile`` exchanges all at once.
+        expert_group: process group over which the experts are distributed: rank ``r`` has
+            ``num_experts / ranks`` experts, starting at ``r * num_experts / ranks``. None keeps all
+            experts on this rank. If all ranks have the same random state, router and shared expert
+            are initialised equally and experts differently.
+        exchange, wire: as in ``apex_te.distributed.TokenDispatcher``; only with several ranks.
+        exchange_chunks: number of chunks of the token exchange, which overlaps with the experts'
+            GEMMs in forward and backward. "all_to_all" chunks the experts of a rank, with bitwise
+            identical results. "all_gather" chunks the tokens: ``"tensorwise"`` then computes scales
+            per chunk, and weight gradients other than ``main_grad`` are rounded per chunk. Under
+            ``torch.compile`` there is one chunk.
         fuse_wgrad_accumulation, params_dtype, dtype, delay_wgrad_compute, name, device: as in
             ``Linear``, for experts and shared expert. ``main_grad`` of the experts' weights is
             ``[experts, out, in]``. The router's weight gets ``.grad``.
 
     Attributes:
         aux_loss, z_loss: float32 scalars, the losses of the last forward in training mode, times
-            their factors and detached; None for factor 0 and in evaluation mode.
-        tokens_per_expert: int32 ``[num_experts]``, the tokens of this rank that chose each expert
-            in the last forward, before any are dropped; None before the first.
-        loss_scale: float, or a tensor of one element on the layer's device, by which the losses'
-            gradients are multiplied; default 1.
+            their coefficients and detached; None with coefficient 0 and in evaluation mode.
+        tokens_per_expert: int32 ``[num_experts]``, the number of this rank's tokens that chose each
+            expert in the last forward, before dropping; None before the first.
+        loss_scale: float, or tensor of one element on the layer's device, that multiplies the
+            gradients of the losses; default 1.
 
-    Backward adds the gradients of both losses to those of the caller's loss; the caller must not
-    add them. They are the losses of one call and one rank, so that each microbatch adds a full one:
-    with ``n`` microbatches whose losses are averaged set ``loss_scale`` to ``1 / n``, and with a
-    ``GradScaler`` multiply it by the scaler's scale. Compiled code is compiled again for another
-    float; a tensor may change.
+    Backward adds the gradients of both losses; do not add them to the training loss. They are
+    losses of one call on one rank. With ``n`` microbatches whose losses are averaged, set
+    ``loss_scale`` to ``1 / n``; with a ``GradScaler``, multiply it by the scaler's scale. Compiled
+    code recompiles for another float, but not for a changed tensor.
 
     Its parameters are ``router.weight`` ``[num_experts, hidden]``, ``fc1.weight`` ``[experts, ffn,
     hidden]`` (gated: ``[experts, 2 ffn, hidden]``, gate first), ``fc1.bias``, ``fc2.weight``
     ``[experts, hidden, ffn]``, ``fc2.bias``, ``shared_expert.fc1.weight``,
-    ``shared_expert.fc2.weight``, ``shared_expert.gate_weight`` ``[1, hidden]``; ``experts`` are
-    those of this rank. The buffer ``router.expert_bias`` is float32 ``[num_experts]`` whatever the
-    module is cast to. State dicts with names per expert, ``fc1.weight0`` .., load, too. With
+    ``shared_expert.fc2.weight``, ``shared_expert.gate_weight`` ``[1, hidden]``; ``experts`` counts
+    those of this rank. The buffer ``router.expert_bias`` is float32 ``[num_experts]`` even if the
+    module is cast. State dicts with a key per expert, ``fc1.weight0`` .., can be loaded, too. With
     several ranks the experts' parameters have the attribute ``allreduce=False``.
 
     Raises:
@@ -286,9 +284,10 @@ class MoELayer(CompositeModule):
         self._tag_experts()
 
     def reset_parameters(self) -> None:
-        """Sets all parameters to new initial values, and the expert bias to 0, in place.
+        """Re-initialises all parameters in place, and sets the expert bias to 0.
 
-        Parameters on the meta device first get memory; see ``Linear.reset_parameters``.
+        Parameters on the meta device are first allocated on PyTorch's default device, or on the
+        current GPU if that is the CPU.
         """
         self.router.reset_parameters()
         with self._own_draws():
@@ -335,16 +334,18 @@ class MoELayer(CompositeModule):
         self.router.loss_scale = value
 
     def set_context_parallel_group(self, cp_group: Any) -> None:
-        """Sets the ranks that sequences are split over; can be called at any time.
+        """Sets the ranks over which sequences are split; can be called at any time.
 
-        The load-balance loss then counts the tokens of all these ranks, which must have as many
-        each; its mean over the ranks is the loss of whole sequences. All else is of one token.
+        The load-balance loss then counts the tokens of all these ranks, which must have equally
+        many; its mean over the ranks is the loss of whole sequences. Nothing else depends on other
+        tokens.
 
         Args:
-            cp_group: as in ``DotProductAttention.set_context_parallel_group``.
+            cp_group: process group, or ``DeviceMesh`` with one dimension; None for one rank; or a
+                list of two groups, as in ``DotProductAttention.set_context_parallel_group``.
 
         Raises:
-            TypeError: ``cp_group`` is not a process group.
+            TypeError: ``cp_group`` has another type than those above.
             ValueError: ``cp_group`` has more than two groups.
         """
         nested = isinstance(cp_group, (list, tuple))
@@ -355,11 +356,13 @@ class MoELayer(CompositeModule):
     def forward(
         self, hidden_states: torch.Tensor, is_first_microbatch: bool | None = None
     ) -> torch.Tensor:
-        """Computes each token by its experts.
+        """Routes each token to its experts and returns the weighted sum of their outputs.
 
         Args:
-            hidden_states: [..., hidden_size], of the dtypes that ``GroupedLinear.forward`` takes.
-            is_first_microbatch: as in ``Linear.forward``.
+            hidden_states: [..., hidden_size] in the dtype of the parameters: fp32, fp16 or bf16.
+                Under ``torch.autocast`` it may have any of these.
+            is_first_microbatch: True caches the FP8 weights, False reuses them, None casts them in
+                each call.
 
         Returns:
             A tensor in the shape and dtype of ``hidden_states``; under ``torch.autocast`` it has
@@ -369,9 +372,10 @@ class MoELayer(CompositeModule):
             TypeError: ``hidden_states`` has another dtype than those above.
             ValueError: the last dimension is not ``hidden_size``, or with ``sequence_aux_loss``
                 there is only one dimension.
-            NotImplementedError: as in ``GroupedLinear.forward`` with ``single_parameter``.
-            RankMismatchError: as in ``apex_te.distributed.TokenDispatcher``, whose other errors and
-                waits also apply with several ranks.
+            NotImplementedError: the recipe, sizes and options exclude each other, as in
+                ``GroupedLinear.forward`` with ``single_parameter``.
+            RankMismatchError: the ranks differ in sizes or dtypes; other errors of
+                ``apex_te.distributed.TokenDispatcher`` also apply with several ranks.
         """
         try:
             return self._computed(hidden_states, is_first_microbatch)
@@ -382,20 +386,22 @@ class MoELayer(CompositeModule):
     def backward_dw(self) -> None:
         """Computes the weight gradients that ``delay_wgrad_compute=True`` left out of backward.
 
-        See ``Linear.backward_dw``.
+        Adds them to ``.grad``, or with ``fuse_wgrad_accumulation`` to ``main_grad``. Does nothing
+        if none are pending.
         """
         self._call_children("backward_dw")
 
     def update_expert_bias(self, group: Any = None) -> None:
         """Updates the expert bias to balance the experts; call it after each optimizer step.
 
-        It counts the tokens of all forwards in training mode since the last update; a recompute in
-        backward is not counted, except in compiled code, where it counts twice. See
-        ``apex_te.router.update_expert_bias``.
+        The bias of an expert with fewer tokens than the mean since the last update increases by
+        ``bias_update_rate``, and that of one with more decreases by it. All forwards in training
+        mode count; a recompute in backward does not, except in compiled code, which counts it
+        twice.
 
         Args:
-            group: process group whose ranks have other tokens and the same router, over which the
-                counts are summed; all its ranks must call. None sums over no ranks.
+            group: process group of ranks with other tokens and the same router, over which the
+                counts are summed; all its ranks must call. None does not sum.
 
         Raises:
             TypeError: ``group`` is neither a process group nor None.
@@ -407,10 +413,10 @@ class MoELayer(CompositeModule):
         self.router.update_expert_bias(group)
 
     def set_expert_group(self, expert_group: Any) -> None:
-        """Sets the ranks over which the experts are spread, such as after loading a pickle.
+        """Sets the ranks over which the experts are distributed, such as after unpickling.
 
         Args:
-            expert_group: a ``torch.distributed.ProcessGroup`` of as many ranks as before.
+            expert_group: a ``torch.distributed.ProcessGroup`` with as many ranks as before.
 
         Raises:
             TypeError: ``expert_group`` is not a process group.

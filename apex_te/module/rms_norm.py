@@ -20,7 +20,7 @@ class RMSNormLayer(NormModule):
         hidden_size, sequence_parallel, params_dtype, dtype, zero_centered_gamma, device: as in
             ``LayerNorm``.
 
-    Its parameter is ``weight`` of ``normalized_shape``. Interface and defaults follow
+    Its parameter is ``weight`` in ``normalized_shape``. Interface and defaults follow
     TransformerEngine's RMSNorm.
     """
 

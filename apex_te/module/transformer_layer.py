@@ -74,10 +74,10 @@ class TransformerLayer(CompositeModule):
     """One layer of a Transformer, in FP8 inside an enabled ``fp8_autocast`` region.
 
     The defaults make a GPT layer. For BERT set ``apply_residual_connection_post_layernorm`` and
-    ``output_layernorm``: attention then reads the layer's input without a norm, and that input is
-    its residual; the MLP's residual is the output of the MLP's norm; and a norm ends the layer. For
-    T5 use GPT layers with ``self_attn_mask_type="padding"`` as encoders, and
-    ``layer_type="decoder"`` for decoders.
+    ``output_layernorm``: attention then reads the layer's input without a norm, that input is its
+    residual, the MLP's residual is the output of the MLP's norm, and a norm ends the layer. For T5
+    use GPT layers with ``self_attn_mask_type="padding"`` as encoders, and ``layer_type="decoder"``
+    for decoders.
 
     Submodules (prefixes of the state dict): ``self_attention``, ``inter_attention`` (decoders),
     ``layernorm_mlp``, ``layernorm`` (with ``output_layernorm``).
@@ -90,26 +90,25 @@ class TransformerLayer(CompositeModule):
         hidden_dropout: probability that an element of attention's or the MLP's result is dropped
             before it is added to the residual.
         attention_dropout: probability that an attention weight is dropped.
-        init_method, output_layer_init_method: fill the new weights of QKV and FC1, and of PROJ and
-            FC2; default N(0, 0.023^2).
+        init_method, output_layer_init_method: initialise the weights of QKV and FC1, and of PROJ
+            and FC2; default N(0, 0.023^2).
         layer_number: position in the model, from 1; names the layer in ``inference_params``.
         self_attn_mask_type, window_size: as in ``DotProductAttention``.
         enc_dec_attn_mask_type, enc_dec_window_size: mask type and window of a decoder's cross
             attention. Type None means ``"padding"`` in calls with ``enc_dec_attn_mask`` or
             ``cu_seqlens_kv``, else ``"no_mask"``.
         softmax_type: as in ``DotProductAttention``, for self and cross attention.
-        return_max_logit: forward also returns the largest logit of each of this rank's heads, as
-            ``DotProductAttention`` does.
-        apply_query_key_layer_scaling: see ``DotProductAttention``. It changes only roundings.
-        attention_softmax_in_fp32: accepted without effect; the softmax always computes in fp32.
-        seq_length, micro_batch_size: accepted hints without effect.
-        apply_residual_connection_post_layernorm: take the outputs of the norms, instead of their
-            inputs, as residuals.
-        output_layernorm: normalise the result instead of attention's input.
+        return_max_logit: forward also returns the largest logit of each of this rank's heads.
+        apply_query_key_layer_scaling: as in ``DotProductAttention``; changes only rounding.
+        attention_softmax_in_fp32: no effect; the softmax is always computed in fp32.
+        seq_length, micro_batch_size: no effect.
+        apply_residual_connection_post_layernorm: use the norms' outputs instead of their inputs as
+            residuals.
+        output_layernorm: normalise the layer's output instead of attention's input.
         parallel_attention_mlp: attention and MLP both read the layer's input.
         layer_type: ``"encoder"`` or ``"decoder"``, which has cross attention.
         drop_path_rate: probability that a sample skips a branch (attention, cross attention, MLP)
-            while training; the branch's results for other samples are divided by 1 - rate.
+            while training; results of other samples are divided by 1 - rate.
         fuse_qkv_params, qkv_weight_interleaved, qk_norm_type, qk_norm_eps, qk_norm_before_rope,
             rotary_pos_interleaved: as in ``MultiheadAttention``.
         bias: linear layers have biases.
@@ -119,14 +118,14 @@ class TransformerLayer(CompositeModule):
         fuse_wgrad_accumulation, params_dtype, device: as in ``Linear``.
         get_rng_state_tracker: function that returns a tracker of random states; attention dropout
             draws inside its ``fork()``.
-        self_attention: the layer's ``MultiLatentAttention`` or ``MultiheadAttention``, whose own
-            options replace those above for it; None makes the latter. Its ``qkv_format`` and its
-            ``input_layernorm`` must be ``attn_input_format`` and ``not output_layernorm``, its
-            ``return_max_logit`` that of the layer.
-        name: names the module in reports.
+        self_attention: a ``MultiLatentAttention`` or ``MultiheadAttention`` to use, whose options
+            override those above; None makes the latter. Its ``qkv_format`` must equal
+            ``attn_input_format``, its ``input_layernorm`` must be ``not output_layernorm``, and its
+            ``return_max_logit`` must be that of the layer.
+        name: name of the module in reports.
         set_parallel_mode: split heads and ``ffn_hidden_size`` over the ranks of ``tp_group``.
         sequence_parallel, tp_group, tp_size: as in ``Linear``. With sequence_parallel the hidden
-            states are this rank's part of dimension 0, and hidden dropout, too, draws from the
+            states are this rank's slice of dimension 0, and hidden dropout also draws from the
             tracker of ``get_rng_state_tracker``.
 
     Interface, defaults and the order of arguments follow TransformerEngine's TransformerLayer.
@@ -315,17 +314,17 @@ class TransformerLayer(CompositeModule):
         cp_stream: Any = None,
         cp_comm_type: str = "p2p",
     ) -> None:
-        """Sets the ranks that sequences are split over; can be called at any time.
+        """Sets the ranks over which sequences are split; can be called at any time.
 
-        The angles of ``rotary_pos_emb`` remain those of whole sequences.
+        ``rotary_pos_emb`` still has the angles of whole sequences.
 
         Args:
             cp_group, cp_global_ranks, cp_stream, cp_comm_type: as in
                 ``DotProductAttention.set_context_parallel_group``, for self and cross attention.
 
         Raises:
-            TypeError: ``cp_group`` is not a process group.
-            ValueError: ``cp_comm_type`` is unknown, or does not fit the number of groups.
+            TypeError: ``cp_group`` has an unsupported type.
+            ValueError: ``cp_comm_type`` is unknown, or does not match the number of groups.
 
         Source: TransformerEngine's method of this name.
         """
@@ -358,15 +357,15 @@ class TransformerLayer(CompositeModule):
         cu_seqlens_q_padded: torch.Tensor | None = None,
         cu_seqlens_kv_padded: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """Applies the layer; returns a tensor of the shape of ``hidden_states``.
+        """Applies the layer; returns a tensor in the shape of ``hidden_states``.
 
-        With ``return_max_logit`` it returns that and the largest logits of self attention, [h], in
-        a decoder then those of cross attention.
+        With ``return_max_logit`` it returns a tuple of that, the largest logits of self attention,
+        [h], and in a decoder those of cross attention.
 
         Args:
             hidden_states: [s, b, h], [b, s, h] or [t, h], depending on ``attn_input_format``, in
-                the parameters' dtype. Under ``torch.autocast`` any floating dtype is allowed, and
-                the result has autocast's dtype.
+                the parameters' dtype. Under ``torch.autocast`` any floating-point dtype is allowed,
+                and the result has autocast's dtype.
             attention_mask: bool, True = masked out; only for padding mask types and
                 ``"arbitrary"``. See ``DotProductAttention.forward``.
             encoder_output: hidden states that a decoder's cross attention reads, in the same
@@ -374,20 +373,22 @@ class TransformerLayer(CompositeModule):
             enc_dec_attn_mask: bool, True = masked out: a tuple of padding masks (decoder tokens [b,
                 1, 1, sq], encoder tokens [b, 1, 1, sk]), or one mask of the scores, [b, 1, sq, sk].
                 None masks nothing.
-            enc_dec_attn_mask_type, enc_dec_window_size: replace the module's own in this call.
-            is_first_microbatch: as in ``Linear.forward``.
+            enc_dec_attn_mask_type, enc_dec_window_size: override the module's own in this call.
+            is_first_microbatch: True caches the FP8 weights, False reuses them, None casts them in
+                each call.
             rotary_pos_emb, core_attention_bias_type, core_attention_bias, alibi_slopes: options of
-                self attention; see ``MultiheadAttention.forward``.
+                self attention, as in ``MultiheadAttention.forward``.
             cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, cu_seqlens_q_padded,
-                cu_seqlens_kv_padded: see ``DotProductAttention.forward``. In a decoder those of kv
-                describe the encoder's tokens.
-            checkpoint_core_attention: see ``DotProductAttention.forward``.
-            inference_params: see ``MultiheadAttention.forward``.
-            self_attn_mask_type, window_size: replace the module's own in this call.
+                cu_seqlens_kv_padded: as in ``DotProductAttention.forward``. In a decoder, those of
+                kv describe the encoder's tokens.
+            checkpoint_core_attention: recompute attention in backward, as in
+                ``DotProductAttention.forward``.
+            inference_params: cache of keys and values, as in ``MultiheadAttention.forward``.
+            self_attn_mask_type, window_size: override the module's own in this call.
 
         Raises:
             TypeError: a tensor has another dtype than those above.
-            ValueError: a shape, mask or option does not fit.
+            ValueError: a shape, mask or option does not match.
         """
         try:
             decoder = self.layer_type == "decoder"

@@ -26,12 +26,12 @@ _SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 
 
 class DotProductAttention(Planner, torch.nn.Module):
-    """``softmax(scale * q k^T + bias) v`` for each head; without parameters but learnable sinks.
+    """``softmax(scale * q k^T + bias) v`` for each head; its only parameters are learnable sinks.
 
-    One of PyTorch's fused kernels computes it if one applies, else GEMMs around the fused
-    scaled_softmax; ``explain`` says which and why. On a GPU the
-    gradients of PyTorch's kernels differ in their last bits from run to run, unless
-    ``torch.use_deterministic_algorithms(True)`` is set; the module obeys this setting.
+    It runs one of PyTorch's fused kernels if one supports the call, else GEMMs around the fused
+    ``scaled_softmax``; ``explain`` says which and why. On a GPU, gradients of PyTorch's kernels are
+    not bitwise reproducible unless ``torch.use_deterministic_algorithms(True)`` is set, which the
+    module respects.
 
     Args:
         num_attention_heads: heads ``h`` of the queries.
@@ -41,14 +41,13 @@ class DotProductAttention(Planner, torch.nn.Module):
         qkv_format: ``"sbhd"``, ``"bshd"`` or ``"thd"`` (packed sequences, ``t`` tokens).
         attn_mask_type: ``"no_mask"``, ``"padding"``, ``"causal"``, ``"padding_causal"``,
             ``"causal_bottom_right"``, ``"padding_causal_bottom_right"`` or ``"arbitrary"``. A
-            causal mask aligns queries and keys at the first ones: query i sees keys up to i. With
-            bottom_right it aligns them at the last ones that are not padded.
-        window_size: (left, right): a query sees only so many keys before and after its own
+            causal mask aligns the first query with the first key: query i sees keys up to i. The
+            bottom_right types align the last query and key that are not padded.
+        window_size: (left, right): number of keys that a query sees before and after its own
             position; -1 = no limit, None = (-1, -1). right is 0 with causal types. Positions are
-            aligned as in the bottom_right types, except with ``"causal"`` and
-            ``"padding_causal"``.
-        attention_type: ``"self"``, or ``"cross"``, where queries and keys have padding masks of
-            their own.
+            aligned as in the bottom_right types, except with ``"causal"`` and ``"padding_causal"``.
+        attention_type: ``"self"``, or ``"cross"``, where queries and keys have separate padding
+            masks.
         layer_number: position in the model, from 1; see ``apply_query_key_layer_scaling``.
         softmax_scale: multiplier of ``q k^T``; None is ``1 / sqrt(size of a key head)``.
         softmax_type: ``"vanilla"``, or with a sink ``a``, a logit of each head beside the scores
@@ -56,20 +55,20 @@ class DotProductAttention(Planner, torch.nn.Module):
             ``"off-by-one"``, and with ``"learnable"`` the parameter ``softmax_offset``, float32
             [heads of this rank], initially 0.
         return_max_logit: forward returns a pair; the second is the largest logit ``scale * q k^T +
-            bias`` of each of this rank's heads among visible keys, without sinks and gradients,
-            [h] in the dtype of the queries. It costs a pass over queries and keys. With a
-            ``cp_group`` it is that of whole sequences; packed ones need ``"a2a"``.
-        apply_query_key_layer_scaling: with a ``layer_number`` L, keep scores divided by L until the
-            softmax, so that fp16 does not overflow. This changes only roundings. It changes nothing
-            in the fused kernels, which keep scores in fp32.
+            bias`` of each of this rank's heads among visible keys, without sinks and gradients, [h]
+            in the dtype of the queries. It costs one pass over queries and keys. With a
+            ``cp_group`` it covers whole sequences; packed ones need ``"a2a"``.
+        apply_query_key_layer_scaling: with a ``layer_number`` L, divide scores by L until the
+            softmax, so that fp16 does not overflow. This changes only rounding, and nothing in the
+            fused kernels, whose scores are fp32.
         get_rng_state_tracker: function that returns a tracker of random states; dropout draws
-            inside its ``fork()``. To checkpoint the module, pass this argument to
-            ``apex_te.checkpoint``, which also repeats the tracker's states. The recompute of
-            ``torch.utils.checkpoint`` would draw another dropout mask.
+            inside its ``fork()``. To checkpoint the module, use ``apex_te.checkpoint`` with this
+            argument, which also restores the tracker's states; with ``torch.utils.checkpoint`` the
+            recompute would draw another dropout mask.
         tp_group, tp_size: process group, or number, of the ranks over which heads and groups are
-            split. The tensors that forward takes have this rank's heads.
-        sequence_parallel: accepted without effect; attention sees whole sequences.
-        device: where ``softmax_offset`` is made; None takes PyTorch's default device.
+            split. The inputs of forward have this rank's heads.
+        sequence_parallel: no effect; attention sees whole sequences.
+        device: device of ``softmax_offset``; None uses PyTorch's default device.
         cp_group, cp_global_ranks, cp_stream, cp_comm_type: as in ``set_context_parallel_group``.
 
     Interface and the order of arguments follow TransformerEngine's DotProductAttention.
@@ -201,27 +200,27 @@ class DotProductAttention(Planner, torch.nn.Module):
         cp_stream: Any = None,
         cp_comm_type: str = "p2p",
     ) -> None:
-        """Sets the ranks that sequences are split over; can be called at any time.
+        """Sets the ranks over which sequences are split; can be called at any time.
 
-        With n ranks, the tensors of forward have this rank's tokens: of the 2n equal chunks of each
-        sequence, rank r has r and 2n - 1 - r, as ``split_for_context_parallel`` cuts them. Packed
-        sequences are cut so each. All else is that of whole sequences: masks, biases,
-        ``cu_seqlens`` and maxima. A gradient of a parameter or bias is this rank's part of a sum
-        over the ranks, as under data parallelism.
+        With n ranks, forward takes this rank's tokens: of the 2n equal chunks of each sequence,
+        also of each packed one, rank r has chunks r and 2n - 1 - r, as
+        ``split_for_context_parallel`` splits them. Masks, biases, ``cu_seqlens`` and maximum
+        lengths remain those of whole sequences. A gradient of a parameter or bias is this rank's
+        term of a sum over the ranks, as in data parallelism.
 
         Args:
-            cp_group: process group, or ``DeviceMesh`` of one dimension; None for one rank. For
-                ``"a2a+p2p"`` also a list of two, whose first has neighbouring ranks.
-            cp_global_ranks, cp_stream: accepted without effect.
+            cp_group: process group, or ``DeviceMesh`` with one dimension; None for one rank. For
+                ``"a2a+p2p"`` also a list of two groups, the first of neighbouring ranks.
+            cp_global_ranks, cp_stream: no effect.
             cp_comm_type: ``"all_gather"``: each rank attends to keys and values of all ranks.
-                ``"a2a"``: heads are split over the ranks meanwhile, and results have the bits of
-                one rank where its kernel computes each head alone. ``"p2p"`` is served by
-                ``"a2a"`` if the ranks divide all heads, unless there is a window or sequences are
-                packed; else it is, and ``"a2a+p2p"``, by ``"all_gather"``.
+                ``"a2a"``: exchanges tokens for heads; results are bitwise those of one rank where
+                its kernel computes heads independently. ``"p2p"`` runs as ``"a2a"`` if the ranks
+                divide all heads, without a window and packed sequences; otherwise it and
+                ``"a2a+p2p"`` run as ``"all_gather"``.
 
         Raises:
-            TypeError: ``cp_group`` is none of those above.
-            ValueError: ``cp_comm_type`` is unknown, or does not fit the number of groups.
+            TypeError: ``cp_group`` has another type than those above.
+            ValueError: ``cp_comm_type`` is unknown, or does not match the number of groups.
 
         Source: TransformerEngine's method of this name.
         """
@@ -299,39 +298,39 @@ class DotProductAttention(Planner, torch.nn.Module):
         With ``return_max_logit`` it returns that and the largest logits.
 
         Args:
-            query_layer, key_layer, value_layer: [s, b, h, d], [b, s, h, d] or [t, h, d], of one
-                floating-point dtype, which the result gets; ``torch.autocast`` casts them. Keys and
-                values have g heads; values may have another head size, dv. The last dimension must
-                be dense, other strides are free.
+            query_layer, key_layer, value_layer: [s, b, h, d], [b, s, h, d] or [t, h, d], all in one
+                floating-point dtype, which is also that of the result; ``torch.autocast`` casts
+                them. Keys and values have g heads; values may have another head size, dv. The last
+                dimension must be contiguous.
             attention_mask: bool, True = masked out. For padding types: [b, 1, 1, s], or a tuple of
                 two, for queries and keys. In cross attention it must be such a tuple, or one mask
                 of the scores, [b, 1, sq or 1, sk]. The output is 0 for padded queries, and for
-                queries that see no key. For ``"arbitrary"``: broadcasts to [b, h, sq, sk]. For
+                queries that see no keys. For ``"arbitrary"``: broadcasts to [b, h, sq, sk]. For
                 other types: None. With thd, b is the number of sequences, and s at least the length
                 of the longest one. A mask then makes the call pad the sequences, which is slower
                 than ``cu_seqlens_q`` alone.
             cu_seqlens_q, cu_seqlens_kv: int32 [n + 1], where the n sequences begin and end; kv
                 defaults to q. Required for thd. With padding types in the other formats they may
                 replace or complement a mask.
-            max_seqlen_q, max_seqlen_kv: lengths of the longest sequences, or more, for thd; None
-                reads them from the device.
-            qkv_format, attn_mask_type, window_size: replace the module's own in this call.
+            max_seqlen_q, max_seqlen_kv: upper bounds of the sequence lengths, for thd; None reads
+                the lengths from the device.
+            qkv_format, attn_mask_type, window_size: override the module's own in this call.
             core_attention_bias_type: ``"no_bias"``, ``"pre_scale_bias"`` (added before the scores
                 are scaled), ``"post_scale_bias"`` or ``"alibi"``, which adds ``-slope * |i - j|``
                 to the score of query i and key j, with positions aligned as for ``window_size``.
             core_attention_bias: floating-point, broadcasts to [b, h, sq, sk]; cast to the dtype of
                 the queries; differentiable.
-            alibi_slopes: floating-point [h] or [b, h] for ``"alibi"``; None takes the slopes of the
+            alibi_slopes: floating-point [h] or [b, h] for ``"alibi"``; None uses the slopes of the
                 ALiBi paper.
-            checkpoint_core_attention: save only the inputs, and compute attention again in
-                backward, with the same dropout mask, even if ``get_rng_state_tracker`` is set.
+            checkpoint_core_attention: save only the inputs, and recompute attention in backward
+                with the same dropout mask, even if ``get_rng_state_tracker`` is set.
             cu_seqlens_q_padded, cu_seqlens_kv_padded: for thd with padding tokens between the
                 sequences, int32 [n + 1]: sequence i begins at ``cu_seqlens_q_padded[i]`` and has
                 ``cu_seqlens_q[i + 1] - cu_seqlens_q[i]`` tokens. Outputs of padding tokens are 0.
 
         Raises:
             TypeError: a tensor has another dtype than those above.
-            ValueError: a shape, mask or option does not fit.
+            ValueError: a shape, mask or option does not match.
         """
         try:
             is_usual = core_attention_bias_type == "no_bias" and (

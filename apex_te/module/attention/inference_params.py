@@ -17,12 +17,12 @@ __all__ = ["Cached", "InferenceParams", "PaddedStep", "Step", "extended", "witho
 
 
 class InferenceParams:
-    """Cache of the keys and values of all tokens so far, for each layer of a model that generates.
+    """Cache of the keys and values of all tokens so far, for each layer, during generation.
 
     If all sequences have the same length, the caller sets ``sequence_len_offset``. If lengths
     differ, or sequences end or are added, the caller passes them to ``pre_step`` before each call.
-    CUDA graphs need ``pre_step``: they read its numbers on the device, so that a replay computes
-    the step of the latest ``pre_step``, from inputs padded to the sizes of the capture.
+    CUDA graphs require ``pre_step``: they read its numbers on the device, so that a replay computes
+    the step of the latest ``pre_step``, from inputs padded to the captured sizes.
 
     Args:
         max_batch_size: largest number of sequences.
@@ -59,7 +59,7 @@ class InferenceParams:
         self._room: dict[str, int] | None = None  # what the capture that runs has room for
 
     def reset(self) -> None:
-        """Begins another generation in the same memory."""
+        """Starts another generation in the same memory."""
         self.sequence_len_offset = 0
         self.batch_size_offset = 0
         self.sequences = OrderedDict()
@@ -69,13 +69,13 @@ class InferenceParams:
     def pre_step(self, step_dict: Mapping[Hashable, int]) -> None:
         """Announces the tokens of the next call of the model.
 
-        The inputs of that call have these sequences, packed one after the other (thd) or each
-        padded after its tokens. Like inputs of a CUDA graph, they may have further tokens and
-        sequences at the end; attention returns zeros for these.
+        The inputs of that call have these sequences, either packed (thd) or each padded at its end.
+        Like inputs of a CUDA graph, they may have further tokens and sequences at the end, for
+        which attention returns zeros.
 
         Args:
-            step_dict: number of new tokens by sequence, in the order of the batch; any hashable
-                names a sequence. A new name begins a sequence, a missing one ends it.
+            step_dict: number of new tokens by sequence id, in the order of the batch; ids are any
+                hashables. A new id starts a sequence, a missing one ends it.
 
         Raises:
             TypeError: ``step_dict`` is not a dict, or a number of tokens is not an int.

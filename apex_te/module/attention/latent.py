@@ -45,23 +45,24 @@ _Init = Callable[[torch.Tensor], Any] | None
 
 
 class MultiLatentAttention(CompositeModule):
-    """Attention whose heads are up-projections of normalised latents of the input.
+    """Multi-head latent attention (MLA), as in DeepSeek-V2 and V3.
 
-    A down projection gives the latents of queries and of keys and values, and one rotary part of
-    the keys, which all heads share. Each head of a query or key has ``qk_head_dim`` elements of its
-    latent and ``qk_pos_emb_head_dim`` elements that are rotated. While generating, the cache has
-    the latents and the rotary part, and the queries attend to these, see ``forward``.
+    A down projection computes the latents of queries and of keys and values, and a rotary part of
+    the keys that all heads share. Up projections compute the heads from the latents. Each head of a
+    query or key has ``qk_head_dim`` elements from its latent and ``qk_pos_emb_head_dim`` rotated
+    elements. During generation the cache holds the latents and the rotary part, to which the
+    queries attend; see ``forward``.
 
     Submodules (prefixes of the state dict): ``linear_qkv_down_proj``, whose rows are the latents of
     queries, then of keys and values, then the rotary part; ``linear_q_up_proj`` and
     ``linear_kv_up_proj`` with their norms; ``linear_proj``. Without ``q_lora_rank``,
-    ``linear_q_proj`` and ``linear_kv_down_proj`` replace the first two; ``input_layernorm`` is
-    then a norm of its own, ``norm``. Loading also takes the names of Megatron-Core, which has
-    ``linear_q_down_proj`` and ``linear_kv_down_proj`` apart, and of Hugging Face's DeepSeek-V3.
+    ``linear_q_proj`` and ``linear_kv_down_proj`` replace the first two, and ``input_layernorm`` is
+    a separate ``norm``. State dicts of Megatron-Core (with separate ``linear_q_down_proj`` and
+    ``linear_kv_down_proj``) and of Hugging Face's DeepSeek-V3 can be loaded, too.
 
     Args:
         hidden_size: features of the input and of the output.
-        num_attention_heads: heads on all ranks together.
+        num_attention_heads: number of heads, over all ranks.
         q_lora_rank: size of the queries' latent; None projects queries from the input.
         kv_lora_rank: size of the latent of keys and values.
         qk_head_dim, qk_pos_emb_head_dim: elements of a query or key head without and with rotation.
@@ -71,25 +72,25 @@ class MultiLatentAttention(CompositeModule):
             in ``inference_params``.
         softmax_scale: multiplier of the scores; None is ``1 / sqrt(qk_head_dim +
             qk_pos_emb_head_dim)``, times the square of YaRN's factor for ``mscale_all_dim``.
-        rotary_scaling_factor, mscale, mscale_all_dim: YaRN's, as in DeepSeek's configurations. The
-            factor for m is ``0.1 * m * ln(rotary_scaling_factor) + 1``, at least 1. Rotated parts
-            are multiplied by the factor for ``mscale`` over that for ``mscale_all_dim``.
-        rotary_pos_interleaved: rotate pairs of elements (2i, 2i + 1), as DeepSeek's weights are
-            made for; else pairs (i, i + qk_pos_emb_head_dim / 2).
+        rotary_scaling_factor, mscale, mscale_all_dim: YaRN parameters, as in DeepSeek's
+            configurations. The factor for m is ``0.1 * m * ln(rotary_scaling_factor) + 1``, at
+            least 1. Rotated parts are multiplied by the factor for ``mscale`` divided by that for
+            ``mscale_all_dim``.
+        rotary_pos_interleaved: rotate pairs of elements (2i, 2i + 1), as DeepSeek's weights expect;
+            else pairs (i, i + qk_pos_emb_head_dim / 2).
         input_layernorm: normalise the input first.
         normalization, layernorm_epsilon, zero_centered_gamma: options of all norms, as in
             ``LayerNormLinear``.
         bias: down projections and the output projection have biases.
-        return_max_logit: also return the largest logit of each of this rank's heads, as
-            ``DotProductAttention`` does.
-        recompute_up_proj: compute queries, keys and values again in backward, from the latents,
-            instead of saving them; not with padding masks, which move them first.
-        init_method, output_layer_init_method: fill the new weights of the projections, and of the
+        return_max_logit: also return the largest logit of each of this rank's heads.
+        recompute_up_proj: recompute queries, keys and values from the latents in backward, instead
+            of saving them; not supported with padding masks.
+        init_method, output_layer_init_method: initialise the weights of the projections, and of the
             output projection; default N(0, 0.023^2).
         fuse_wgrad_accumulation, params_dtype, device: as in ``Linear``.
-        name: names the module in reports.
+        name: name of the module in reports.
         set_parallel_mode: split the heads over the ranks of ``tp_group``; down projections are
-            the same on all ranks.
+            replicated.
         sequence_parallel, tp_group, tp_size: as in ``Linear``.
 
     Raises:
@@ -298,15 +299,16 @@ class MultiLatentAttention(CompositeModule):
 
         Args:
             hidden_states: [s, b, hidden_size], [b, s, hidden_size] or [t, hidden_size], depending
-                on ``qkv_format``, of the dtypes that ``Linear.forward`` takes.
+                on ``qkv_format``, in the dtype of the parameters: fp32, fp16 or bf16.
             rotary_pos_emb: angles [max_seq, 1, 1, qk_pos_emb_head_dim] in fp32, fp16 or bf16, such
-                as those of ``RotaryPositionEmbedding``; None does not rotate.
-            inference_params: cache of earlier tokens, as in ``MultiheadAttention.forward``. It has
-                ``kv_lora_rank + qk_pos_emb_head_dim`` elements of a token. A few tokens that
-                follow others attend to these latents directly: the up-projection of keys is
-                applied to the queries, that of values to the result. For more tokens keys and
-                values are computed from the latents. Both is in bf16 or fp32.
-            is_first_microbatch: as in ``Linear.forward``.
+                as from ``RotaryPositionEmbedding``; None does not rotate.
+            inference_params: cache of earlier tokens, as in ``MultiheadAttention.forward``, with
+                ``kv_lora_rank + qk_pos_emb_head_dim`` elements per token. A few new tokens attend
+                to the cached latents directly: the up projection of keys is applied to the queries,
+                and that of values to the result. For more tokens, keys and values are computed from
+                the latents. Both run in bf16 or fp32.
+            is_first_microbatch: True caches the FP8 weights, False reuses them, None casts them in
+                each call.
             attention_mask, attn_mask_type, window_size, checkpoint_core_attention,
                 core_attention_bias_type, core_attention_bias, cu_seqlens_q, cu_seqlens_kv,
                 max_seqlen_q, max_seqlen_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded: as in
@@ -314,7 +316,7 @@ class MultiLatentAttention(CompositeModule):
 
         Raises:
             TypeError: a tensor has another dtype than those above.
-            ValueError: a shape, mask or option does not fit.
+            ValueError: a shape, mask or option does not match.
             NotImplementedError: ``inference_params`` is given under ``batch_invariant``, or with
                 context-parallel ranks.
         """

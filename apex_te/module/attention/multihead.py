@@ -64,7 +64,7 @@ def _checked_head_size(hidden_size: Any, heads: int, kv_channels: Any) -> int:
 
 
 class MultiheadAttention(CompositeModule):
-    """Projections to queries, keys and values, attention, and the output projection.
+    """Multi-head attention with its query, key, value and output projections.
 
     Submodules (prefixes of the state dict): ``layernorm_qkv`` (with ``input_layernorm``) or
     ``qkv``; in cross attention ``layernorm_query`` or ``query_layer``, and ``key_value``; ``proj``;
@@ -72,23 +72,22 @@ class MultiheadAttention(CompositeModule):
 
     Args:
         hidden_size: features of the input and of the output.
-        num_attention_heads: heads of the queries, on all ranks together.
+        num_attention_heads: number of query heads, over all ranks.
         kv_channels: size of a head; None is ``hidden_size / num_attention_heads``.
-        num_gqa_groups: heads of keys and values; None is ``num_attention_heads``.
+        num_gqa_groups: number of key and value heads; None is ``num_attention_heads``.
         attention_dropout, attn_mask_type, window_size, layer_number, softmax_scale, softmax_type,
             get_rng_state_tracker, apply_query_key_layer_scaling, qkv_format: as in
             ``DotProductAttention``; layer_number also names the layer in ``inference_params``.
         attention_type: ``"self"``, or ``"cross"``, where keys and values come from
             ``encoder_output``.
         input_layernorm: normalise the input first.
-        normalization, layernorm_epsilon, zero_centered_gamma: options of the input's norm, as in
+        normalization, layernorm_epsilon, zero_centered_gamma: options of the input norm, as in
             ``LayerNormLinear``.
-        return_layernorm_output: also return the output of the input's norm.
+        return_layernorm_output: also return the output of the input norm.
         return_bias: also return the output projection's bias, which is then not added.
-        return_max_logit: also return the largest logit of each of this rank's heads, as
-            ``DotProductAttention`` does.
+        return_max_logit: also return the largest logit of each of this rank's heads.
         bias: projections have biases.
-        fuse_qkv_params: one parameter for all projections of an input; else one for each
+        fuse_qkv_params: use one parameter for all projections of an input, instead of one each
             (``query_weight``, ``key_weight``, ``value_weight``, and ``query_bias`` etc.).
         qkv_weight_interleaved: order the rows of a fused parameter group by group, [g, h / g + 2,
             d] for h heads of size d in g groups; else all queries, then all keys, then all values.
@@ -97,10 +96,10 @@ class MultiheadAttention(CompositeModule):
             the rotation, or precedes it with ``qk_norm_before_rope``.
         rotary_pos_interleaved: rotate pairs of elements (2i, 2i + 1) of a head; else pairs (i, i +
             c / 2), for c rotated elements.
-        init_method, output_layer_init_method: fill the new weights of the QKV projections, and of
+        init_method, output_layer_init_method: initialise the weights of the QKV projections, and of
             the output projection; default N(0, 0.023^2).
         fuse_wgrad_accumulation, params_dtype, device: as in ``Linear``.
-        name: names the module in reports.
+        name: name of the module in reports.
         set_parallel_mode: split the heads over the ranks of ``tp_group``.
         sequence_parallel, tp_group, tp_size: as in ``Linear``.
 
@@ -292,17 +291,17 @@ class MultiheadAttention(CompositeModule):
         cp_stream: Any = None,
         cp_comm_type: str = "p2p",
     ) -> None:
-        """Sets the ranks that sequences are split over; can be called at any time.
+        """Sets the ranks over which sequences are split; can be called at any time.
 
-        The angles of ``rotary_pos_emb`` remain those of whole sequences.
+        ``rotary_pos_emb`` still has the angles of whole sequences.
 
         Args:
             cp_group, cp_global_ranks, cp_stream, cp_comm_type: as in
                 ``DotProductAttention.set_context_parallel_group``.
 
         Raises:
-            TypeError: ``cp_group`` is not a process group.
-            ValueError: ``cp_comm_type`` is unknown, or does not fit the number of groups.
+            TypeError: ``cp_group`` has an unsupported type.
+            ValueError: ``cp_comm_type`` is unknown, or does not match the number of groups.
 
         Source: TransformerEngine's method of this name.
         """
@@ -336,16 +335,17 @@ class MultiheadAttention(CompositeModule):
 
         Args:
             hidden_states: [s, b, hidden_size], [b, s, hidden_size] or [t, hidden_size], depending
-                on ``qkv_format``, of the dtypes that ``Linear.forward`` takes.
-            encoder_output: hidden states for keys and values, in the same layout and dtype; only
-                in cross attention.
+                on ``qkv_format``, in the dtype of the parameters: fp32, fp16 or bf16.
+            encoder_output: hidden states for keys and values, in the same layout and dtype; only in
+                cross attention.
             rotary_pos_emb: angles [max_seq, 1, 1, c] in fp32, fp16 or bf16, or a tuple of two such
-                tensors, for queries and keys; None does not rotate. The rotation computes in fp32.
+                tensors, for queries and keys; None does not rotate. Rotation runs in fp32.
             inference_params: cache of the keys and values of earlier calls, to which the queries
-                also attend; self attention only, in evaluation mode or with gradients disabled.
-                Causal types then align the last query with the last key. If its ``pre_step`` has
-                announced this call's tokens, masks and ``cu_seqlens`` are not read.
-            is_first_microbatch: as in ``Linear.forward``.
+                also attend; only for self attention, in evaluation mode or with gradients disabled.
+                Causal types then align the last query with the last key. After ``pre_step``, masks
+                and ``cu_seqlens`` are ignored.
+            is_first_microbatch: True caches the FP8 weights, False reuses them, None casts them in
+                each call.
             attention_mask, attn_mask_type, window_size, checkpoint_core_attention,
                 core_attention_bias_type, core_attention_bias, alibi_slopes, cu_seqlens_q,
                 cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, cu_seqlens_q_padded,
@@ -358,7 +358,7 @@ class MultiheadAttention(CompositeModule):
 
         Raises:
             TypeError: a tensor has another dtype than those above.
-            ValueError: a shape, mask or option does not fit.
+            ValueError: a shape, mask or option does not match.
         """
         try:
             return self.forward_with_residual(
@@ -402,19 +402,24 @@ class MultiheadAttention(CompositeModule):
     ) -> tuple[Any, torch.Tensor | None]:
         """Applies the module, and also returns the residual for the caller to add.
 
-        Args:
-            return_residual: True if the caller adds the residual. With ``input_layernorm`` the
-                residual is then an output of the norm's autograd node, so that the norm's backward
-                kernel adds the residual's gradient.
-            add_residual: let the last GEMM add the residual to the result, if the GEMM can; the
-                result is then rounded once. Requires that neither a bias nor a norm's output is
-                returned.
+        Arguments that are not listed are those of ``forward``.
 
-        The other arguments are those of ``forward``.
+        Args:
+            hidden_states: [s, b, hidden_size], [b, s, hidden_size] or [t, hidden_size], depending
+                on ``qkv_format``, in fp32, fp16 or bf16.
+            return_residual: True if the caller adds the residual. With ``input_layernorm``, the
+                residual is then an output of the norm's autograd node, whose backward kernel
+                accumulates the residual's gradient.
+            add_residual: let the last GEMM add the residual to the result where possible, which is
+                then rounded once. Requires that neither a bias nor a norm's output is returned.
 
         Returns:
-            ``(result, residual)``: what ``forward`` returns, and a tensor with the values of
-            ``hidden_states``. ``residual`` is None if the last GEMM has added it to the result.
+            ``(result, residual)``: what ``forward`` returns, and a tensor equal to
+            ``hidden_states``, or None if the last GEMM has added it to the result.
+
+        Raises:
+            TypeError: a tensor has another dtype than those above.
+            ValueError: a shape, mask or option does not match.
         """
         if (encoder_output is None) != (self.attention_type == "self"):
             raise ValueError(

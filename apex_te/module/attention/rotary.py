@@ -30,7 +30,7 @@ class RotaryPositionEmbedding(torch.nn.Module):
 
     Args:
         dim: elements of a head, even.
-        rotary_percent: share of these elements that is rotated; ``dim`` below is ``int(dim *
+        rotary_percent: fraction of these elements that is rotated; ``dim`` below is ``int(dim *
             rotary_percent)``.
         seq_len_interpolation_factor: positions are divided by the larger of this factor and
             ``max_seq_len / pretrained_max_position_embeddings``. If either argument is None, they
@@ -38,7 +38,7 @@ class RotaryPositionEmbedding(torch.nn.Module):
         pretrained_max_position_embeddings: number of positions that the model was trained with.
         rotary_base: base in the formula above.
         interleaved: pairs are elements (2i, 2i + 1); else (i, i + dim / 2).
-        device: device on which the angles are computed; None takes PyTorch's default device.
+        device: device on which the angles are computed; None uses PyTorch's default device.
 
     Attributes:
         inv_freq: float32 buffer [dim / 2], the angles of position 1.
@@ -87,10 +87,10 @@ class RotaryPositionEmbedding(torch.nn.Module):
         self.register_buffer("inv_freq", 1.0 / rotary_base**exponents)
 
     def forward(self, max_seq_len: int, offset: int = 0) -> torch.Tensor:
-        """Returns the angles of ``max_seq_len`` positions from ``offset`` on, [s, 1, 1, dim].
+        """Returns the angles of ``max_seq_len`` positions, float32 [max_seq_len, 1, 1, dim].
 
-        The columns of both elements of a pair have the pair's angle. The angles are computed in
-        float32, even under ``torch.autocast``.
+        Both elements of a pair have the pair's angle. The angles are computed in float32, even
+        under ``torch.autocast``.
 
         Args:
             max_seq_len: the number of positions.
@@ -150,16 +150,16 @@ def apply_rotary_pos_emb(
         start_positions: int32 or int64 [b], the position of each sequence's first token, counted
             over all ranks; None starts at 0.
         interleaved: pairs are elements (2i, 2i + 1); else (i, i + c / 2).
-        fused: without effect; one kernel always rotates, computing in float32.
+        fused: no effect; one kernel always rotates, computing in float32.
         cu_seqlens: required for thd: where sequences begin and end, int32 [b + 1], counted over all
             ranks.
-        cp_size, cp_rank: the number of ranks over which a sequence is split, and this rank's
-            number. Of ``2 cp_size`` chunks, the rank has ``cp_rank`` and ``2 cp_size - 1 -
+        cp_size, cp_rank: number of ranks over which a sequence is split, and this rank's number. Of
+            ``2 * cp_size`` chunks, the rank has chunks ``cp_rank`` and ``2 * cp_size - 1 -
             cp_rank``.
 
     Raises:
         TypeError: a tensor has another dtype than those above.
-        ValueError: the format is unknown, a shape does not fit, or ``cu_seqlens`` is missing for
+        ValueError: the format is unknown, a shape does not match, or ``cu_seqlens`` is missing for
             thd. ``cu_seqlens`` on the CPU must also ascend from 0 or more to at most the number of
             tokens.
     """

@@ -21,20 +21,21 @@ def yarn_factor(scaling_factor: float, mscale: float) -> float:
 
 
 class YarnRotaryEmbedding(RotaryPositionEmbedding):
-    """Angles of rotary embeddings with YaRN: slow pairs turn ``scaling_factor`` times slower.
+    """Angles of rotary embeddings with YaRN, which lowers the frequencies of slow pairs.
 
-    Pairs that turn ``beta_fast`` times or more in the original length keep their frequency, those
-    that turn ``beta_slow`` times or less have it divided by ``scaling_factor``; between them both
-    are mixed linearly. YaRN's factors of attention are arguments of ``MultiLatentAttention``.
+    Pairs that complete at least ``beta_fast`` rotations in the original length keep their
+    frequency, and those that complete at most ``beta_slow`` have it divided by ``scaling_factor``;
+    in between, the two are interpolated linearly. YaRN's attention factors are arguments of
+    ``MultiLatentAttention``.
 
     Args:
         dim: elements of a head that are rotated, even.
-        rotary_base: as in ``RotaryPositionEmbedding``.
+        rotary_base: base of the frequencies ``rotary_base ** (-2 i / dim)``.
         interleaved: pairs are elements (2i, 2i + 1); else (i, i + dim / 2).
         scaling_factor: ratio of the new to the original length, at least 1.
         original_max_position_embeddings: the original length.
-        beta_fast, beta_slow: numbers of turns, see above.
-        device: device on which the angles are computed; None takes PyTorch's default device.
+        beta_fast, beta_slow: numbers of rotations, see above.
+        device: device on which the angles are computed; None uses PyTorch's default device.
 
     Raises:
         TypeError: an argument has a wrong type.

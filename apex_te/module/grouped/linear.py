@@ -31,31 +31,31 @@ _NAME = "GroupedLinear"
 
 
 class GroupedLinear(ParallelModule):
-    """Linear layers of one shape; layer i is applied to the i-th group of rows of the input.
+    """Linear layers of equal shape; layer i is applied to the i-th group of rows of the input.
 
     Args:
         num_gemms: number of linear layers.
         in_features, out_features: sizes of each layer. Any size works; multiples of 16 are fastest.
         bias: learn a bias ``[out_features]`` for each layer.
-        single_parameter: hold the weights as one Parameter ``weight`` ``[num_gemms, out_features,
-            in_features]`` and the biases as one, ``bias`` ``[num_gemms, out_features]``. The time
-            that the host takes for a step then does not grow with ``num_gemms``, bf16 weights are
-            not copied, and gradients are added to ``main_grad`` as they are computed. ``weight0``,
-            ``bias0`` .. are views. A state dict of either kind loads into the other. Inside
-            ``fp8_model_init`` the weights are one FP8 Parameter, whose views cannot be written to.
+        single_parameter: store the weights as one Parameter ``weight`` ``[num_gemms, out_features,
+            in_features]`` and the biases as one, ``bias`` ``[num_gemms, out_features]``;
+            ``weight0``, ``bias0`` .. are views. Host time then does not grow with ``num_gemms``,
+            bf16 weights are not copied, and gradients are accumulated into ``main_grad`` directly.
+            A state dict of either kind loads into the other. Inside ``fp8_model_init`` the weights
+            are one FP8 Parameter, whose views are read-only.
         return_bias: return ``(y, biases)``; the biases, a list in the dtype of ``y``, are not
             added.
         fuse_wgrad_accumulation, init_method, params_dtype, dtype, delay_wgrad_compute,
             save_original_input, name, device: as in ``Linear``, for each weight ``weight{i}``.
         parallel_mode: ``"column"`` splits ``out_features`` over the ranks of ``tp_group``,
-            ``"row"`` splits ``in_features``. The module runs no collective: the dispatcher must
+            ``"row"`` splits ``in_features``. The module does not communicate: the dispatcher must
             gather the tokens and reduce the results. Requires ``bias=False``.
         tp_group, tp_size, sequence_parallel, get_rng_state_tracker, rng_tracker_name: as in
             ``Linear``.
 
-    Without ``single_parameter`` its parameters are ``weight0`` ``[out_features, in_features]``,
-    ``bias0`` ``[out_features]``, ``weight1``, ``bias1`` .. in this order, by which optimizers
-    number their states. To load a state that was saved when all weights came first, see
+    Without ``single_parameter`` the parameters are ``weight0`` ``[out_features, in_features]``,
+    ``bias0`` ``[out_features]``, ``weight1``, ``bias1`` .. in this order, in which optimizers
+    number their states. To load an optimizer state saved when all weights came first, see
     ``apex_te.integrations.reorder_grouped_linear_state``. Interface and defaults follow
     TransformerEngine's GroupedLinear.
     """
@@ -158,18 +158,18 @@ class GroupedLinear(ParallelModule):
         """Applies layer i to the i-th group of rows; returns [..., out_features].
 
         ``inp`` may have more rows than the groups, like a padded buffer. Rows after the last group
-        are not read, and their outputs and gradients are zeros. Splits that are negative or exceed
-        the rows raise ValueError. Exception: the host does not read splits in a tensor on a GPU, so
-        such splits make all outputs and gradients NaN.
+        are not read; their outputs and gradients are zeros. Splits that are negative or whose sum
+        exceeds the rows raise ValueError. Exception: the host does not read splits in a GPU tensor,
+        so invalid ones make all outputs and gradients NaN.
 
-        A tensor ``m_splits`` on a GPU, and ``single_parameter`` anywhere, change rounding and cost
-        as follows. On sm_90 FP8 GEMMs multiply the FP8 data; other GPUs decode them to bfloat16
-        first. Results of FP8 GEMMs are rounded to bfloat16 before any cast to another dtype. Weight
-        gradients for ``main_grad`` are not rounded, except where torch's grouped GEMM computes
-        them: those of bf16 GEMMs on sm_90 and sm_100, and of FP8 GEMMs on sm_100. GEMMs in fp16 and
-        fp32, and all GEMMs on other GPUs, cost as much as ``num_gemms`` layers over all rows.
-        ``fp8_statistics`` does not record these GEMMs. Before torch 2.12 compiled code runs those
-        that are not in FP8 between two graphs.
+        A GPU tensor ``m_splits``, and ``single_parameter`` on any device, change rounding and cost.
+        On sm_90, FP8 GEMMs multiply FP8 data; other GPUs decode it to bfloat16 first. Results of
+        FP8 GEMMs are rounded to bfloat16 before any cast to another dtype. Weight gradients for
+        ``main_grad`` are not rounded, except where torch's grouped GEMM computes them: those of
+        bf16 GEMMs on sm_90 and sm_100, and of FP8 GEMMs on sm_100. GEMMs in fp16 and fp32, and all
+        GEMMs on other GPUs, cost as much as ``num_gemms`` layers over all rows. ``fp8_statistics``
+        does not record these GEMMs. Before torch 2.12, ``torch.compile`` breaks the graph at those
+        that are not in FP8.
 
         Args:
             inp: [..., in_features] in the dtype of the parameters; in FP8 that must be fp32, fp16
@@ -188,14 +188,14 @@ class GroupedLinear(ParallelModule):
                 something other than ints.
             ValueError: a shape does not match, ``m_splits`` is on another device than ``inp``, or a
                 split is negative or their sum exceeds the rows of ``inp`` (see above for a GPU).
-            NotImplementedError: ``m_splits`` is a tensor on a GPU, together with the recipe
-                ``"mxfp8"``, HiF8, FP8 with sizes that are not multiples of 16,
-                ``delay_wgrad_compute``, ``save_original_input``, ``enable_fp8_all_gather``, more
-                than 1023 groups or ``torch.compile``. With ``single_parameter`` only more than 1023
-                groups are refused, delayed scaling with ``save_original_input``, and with
-                ``fuse_wgrad_accumulation`` or ``delay_wgrad_compute`` the recipes and sizes above
-                and delayed scaling under ``torch.compile``, which all wait for the sizes. Raised
-                before anything runs.
+            NotImplementedError: ``m_splits`` is a GPU tensor, and the recipe is ``"mxfp8"`` or
+                HiF8, FP8 sizes are not multiples of 16, there are more than 1023 groups, or
+                ``delay_wgrad_compute``, ``save_original_input``, ``enable_fp8_all_gather`` or
+                ``torch.compile`` is used. With ``single_parameter`` only these are refused, which
+                would wait for the sizes: more than 1023 groups; delayed scaling with
+                ``save_original_input``; and, with ``fuse_wgrad_accumulation`` or
+                ``delay_wgrad_compute``, the recipes and sizes above, and delayed scaling under
+                ``torch.compile``. Raised before anything runs.
         """
         out = self._multiply(inp, m_splits, is_first_microbatch, with_bias=not self.return_bias)
         if not self.return_bias:

@@ -61,29 +61,30 @@ class _RowGroups(torch.nn.Module):
 
 
 class Fp8Padding(_RowGroups):
-    """Module that adds rows of zeros to each group, up to a multiple of ``align_size`` rows.
+    """Module that pads each group of rows with zero rows to a multiple of ``align_size``.
 
-    ``GroupedLinear`` does not need it, but multiplies groups of such a size without copying them.
+    ``GroupedLinear`` works without it, but multiplies padded groups without copying them.
 
     Args:
         num_gemms: number of groups.
-        align_size: the multiple; None takes that of the current recipe: 16, or 32 with MXFP8.
+        align_size: the multiple; None uses that of the current recipe: 16, or 32 with MXFP8.
     """
 
     def forward(self, inp: torch.Tensor, m_splits: Sequence[int]) -> tuple[torch.Tensor, list[int]]:
-        """Pads each group of rows with rows of zeros.
+        """Pads each group of rows with zero rows, up to a multiple of ``align_size``.
 
         Args:
             inp: [sum(m_splits), features] in any dtype.
-            m_splits: number of rows of each group.
+            m_splits: number of rows of each group, ``num_gemms`` ints.
 
         Returns:
-            ``(rows, m_splits)``: the padded rows (``inp`` itself if no group needs padding), and a
-            list of the number of rows of each padded group.
+            ``(rows, m_splits)``: the padded rows [padded rows, features] in the dtype of ``inp``
+            (``inp`` itself if no group needs padding), and a list of the padded groups' numbers of
+            rows.
 
         Raises:
             TypeError: ``m_splits`` is not a list or tuple of ints.
-            ValueError: an argument has another shape or length than that above.
+            ValueError: the lengths or shapes do not match.
         """
         splits, padded = self._padded(m_splits)
         self._check(inp, splits)
@@ -106,15 +107,18 @@ class Fp8Unpadding(_RowGroups):
     """
 
     def forward(self, inp: torch.Tensor, m_splits: Sequence[int]) -> torch.Tensor:
-        """Removes the padding of each group; returns [sum(m_splits), features].
+        """Removes the padding rows that ``Fp8Padding`` added.
 
         Args:
             inp: the padded rows, [rows, features] in any dtype.
-            m_splits: number of rows of each group without padding.
+            m_splits: number of rows of each group without padding, ``num_gemms`` ints.
+
+        Returns:
+            [sum(m_splits), features] in the dtype of ``inp``.
 
         Raises:
             TypeError: ``m_splits`` is not a list or tuple of ints.
-            ValueError: an argument has another shape or length than that above.
+            ValueError: the lengths or shapes do not match.
         """
         splits, padded = self._padded(m_splits)
         self._check(inp, padded)

@@ -85,27 +85,28 @@ def check_lengths(owner: str, name: str, starts: torch.Tensor, ranks: int, token
 def split_for_context_parallel(
     batch: _Batch, cp_group: Any, dim: int = 1, cu_seqlens: torch.Tensor | None = None
 ) -> _Batch:
-    """Returns this rank's tokens of whole sequences, for attention with ``cp_group``.
+    """Returns this rank's tokens of whole sequences, for context-parallel attention.
 
-    Split with the same arguments what goes with tokens: ids, labels, loss masks, position ids. With
-    n ranks, rank r has chunks r and 2n - 1 - r of the 2n equal chunks of each sequence.
+    Split everything that has an element per token with the same arguments: ids, labels, loss masks,
+    position ids. With n ranks, rank r gets chunks r and 2n - 1 - r of the 2n equal chunks of each
+    sequence.
 
     Args:
-        batch: tensor with all tokens in dimension ``dim``, or a dict of such tensors, whose values
-            of other types are left as they are.
-        cp_group: group of the ranks, as in ``DotProductAttention``.
+        batch: tensor with all tokens in dimension ``dim``, or a dict of such tensors; values of
+            other types are kept.
+        cp_group: process group of the ranks, as in ``DotProductAttention``.
         dim: dimension of the tokens.
-        cu_seqlens: for packed sequences int32 [n + 1], where they begin and end, padding included;
+        cu_seqlens: for packed sequences, int32 [n + 1], where they begin and end, padding included;
             None splits ``dim`` as one sequence.
 
     Returns:
-        Tensor with ``1 / n`` of the tokens, or a new dict.
+        Tensor with ``1 / n`` of the tokens, or a dict of such tensors.
 
     Raises:
         TypeError: ``cp_group`` is not a process group, or ``cu_seqlens`` is not int32.
-        ValueError: a sequence cannot be cut into 2n equal chunks.
+        ValueError: the length of a sequence is not a multiple of 2n.
 
-    Source: TransformerEngine's and Megatron-LM's order of tokens under context parallelism.
+    Source: order of tokens of TransformerEngine's and Megatron-LM's context parallelism.
     """
     owner = "split_for_context_parallel"
     ranks = ContextRanks(owner, cp_group, comm_type="a2a+p2p")
@@ -153,20 +154,23 @@ def own_tokens(
 def join_context_parallel(
     x: torch.Tensor, cp_group: Any, dim: int = 1, cu_seqlens: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Returns whole sequences, without a gradient, from the tokens that each rank has.
+    """Gathers whole sequences from the tokens of each rank, without a gradient; collective.
 
-    The inverse of ``split_for_context_parallel``, for results such as logits; all ranks call it.
+    It is the inverse of ``split_for_context_parallel``, for results such as logits.
 
     Args:
         x: tensor of this rank's tokens, with equal shapes on all ranks.
-        cp_group, dim, cu_seqlens: as in ``split_for_context_parallel``. Tokens of no sequence are
-            0.
+        cp_group, dim, cu_seqlens: as passed to ``split_for_context_parallel``. Tokens outside the
+            sequences are 0.
+
+    Returns:
+        Tensor with all tokens in dimension ``dim``.
 
     Raises:
         TypeError: ``cp_group`` is not a process group, or ``cu_seqlens`` is not int32.
-        ValueError: a sequence cannot be cut into 2n equal chunks.
+        ValueError: the length of a sequence is not a multiple of 2n.
 
-    Source: as of ``split_for_context_parallel``.
+    Source: order of tokens of TransformerEngine's and Megatron-LM's context parallelism.
     """
     owner = "join_context_parallel"
     ranks = ContextRanks(owner, cp_group, comm_type="a2a+p2p")
