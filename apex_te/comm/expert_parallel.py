@@ -42,15 +42,15 @@ _COMPARED = (
 
 
 class TokenDispatcher:
-    """Sends tokens to the ranks of their experts, and the experts' results back to the tokens.
+    """Sends tokens to the ranks of their experts, and the experts' outputs back to the tokens.
 
         dispatch = dispatcher.dispatch(tokens, probs, routing_map)
         rows = fc2(activation(fc1(dispatch.rows, dispatch.m_splits)), dispatch.m_splits)
         out = dispatch.combine(rows)
 
-    Rank ``r`` of ``group`` has ``num_experts / ranks`` experts, starting at number
-    ``r * num_experts / ranks``. ``dispatch`` and ``combine`` are differentiable in tokens, probs
-    and results. No token is dropped; for the one exception see ``max_experts_per_token``.
+    Rank ``r`` of ``group`` has ``num_experts / ranks`` experts, starting at number ``r *
+    num_experts / ranks``. ``dispatch`` and ``combine`` are differentiable in tokens, probs and
+    results. No token is dropped; for an exception see ``max_experts_per_token``.
 
     Args:
         num_experts: number of experts on all ranks, a multiple of the number of ranks.
@@ -69,25 +69,25 @@ class TokenDispatcher:
             experts on one rank, "all_gather" may silently skip some of them.
         wire: format in which rows travel between ranks. None is their own dtype. "blockwise" or a
             ``BlockScaling`` recipe is FP8 with a scale for each 1x128 block, for the tokens in
-            ``dispatch`` and, in backward, for the gradient that ``combine`` sends to the experts'
-            rows, in the recipe's format of inputs and of gradients. A row then has ``hidden + 4 *
-            ceil(hidden / 128)`` bytes, 0.52 times those of bfloat16. Results and the gradient of
-            tokens are summed, and travel in their own dtype like probs. One rank sends and casts
-            nothing.
+            ``dispatch`` (in the recipe's input format) and for the gradient of the experts' rows
+            that ``combine`` sends in backward (in its gradient format). A row then has ``hidden + 4
+            * ceil(hidden / 128)`` bytes, 0.52 times those of bfloat16. Results and the gradient of
+            tokens are summed, and travel in their own dtype like probs. A single rank sends and
+            casts nothing.
 
     Attributes:
         ranks: number of ranks of ``group``.
         local_experts: number of experts on this rank.
-        copies: largest number of experts on one rank that a token is assumed to have.
+        copies: assumed upper bound on the experts of one token on one rank.
 
-    Rows that arrive in FP8 are decoded to the dtype that was sent. Power-of-two scales make that
-    exact, except that magnitudes above 0.93 times the dtype's largest may become infinite. As a
-    block lies within a row, experts under the same ``BlockScaling`` recipe compute with the values
-    that finite rows have without ``wire``: outputs are bitwise equal, and with "all_to_all" the
-    gradients of tokens and probs, too. Gradients of weights then differ only by values that the
-    first cast made subnormal; the gradient of a bias sums rounded rows. "all_gather" sends the
-    gradient before it is multiplied by probs, so that it is rounded twice. Experts under other
-    recipes or without FP8 get the rounded rows.
+    Rows that arrive in FP8 are decoded to the dtype that was sent. With power-of-two scales this is
+    exact, except that magnitudes above 0.93 times the dtype's largest may become infinite. Because
+    a block lies within a row, experts under the same ``BlockScaling`` recipe compute with the
+    values that finite rows have without ``wire``: outputs are bitwise identical, and with
+    "all_to_all" the gradients of tokens and probs, too. Gradients of weights then differ only by
+    values that the first cast made subnormal; the gradient of a bias sums rounded rows.
+    "all_gather" sends the gradient before multiplying by probs, so that it is rounded twice.
+    Experts under other recipes or without FP8 get the rounded rows.
 
     Do not reduce the gradients of experts' parameters over ``group``: they are already computed
     from the tokens of all its ranks. Delayed scaling reduces amax values over ``fp8_group``. If
@@ -148,15 +148,16 @@ class TokenDispatcher:
         Args:
             tokens: ``[tokens, hidden]`` float32, float16 or bfloat16, of this rank.
             probs: ``[tokens, num_experts]`` float32 or the dtype of ``tokens``: the weight of each
-                expert's result.
-            routing_map: ``[tokens, num_experts]`` bool, True where a token goes to an expert.
+                expert's output.
+            routing_map: ``[tokens, num_experts]`` bool, True where a token is routed to an expert.
 
         Returns:
-            The rows that this rank's experts compute on. Every rank must then call its ``combine``.
+            A ``Dispatch`` with the rows that this rank's experts compute on. Every rank must then
+            call its ``combine``.
 
         Raises:
             TypeError: an argument has another dtype than listed above.
-            ValueError: a shape is not as above, or with "all_gather" the number of tokens is not
+            ValueError: a shape does not match, or with "all_gather" the number of tokens is not
                 that of the first call.
             RankMismatchError: the ranks differ in ``num_experts``, ``exchange``, ``wire``, hidden
                 size, dtypes, ``requires_grad`` or, with "all_gather", number of tokens (raised on
@@ -405,7 +406,7 @@ def _capturing() -> bool:
 
 
 class Dispatch:
-    """Result of ``TokenDispatcher.dispatch``: the tokens that this rank's experts compute on.
+    """Tokens that this rank's experts compute on, from ``TokenDispatcher.dispatch``.
 
     Attributes:
         rows: ``[rows, hidden]`` in the dtype of the tokens, one row for each pair of a token and
@@ -434,20 +435,20 @@ class Dispatch:
         self._compare = compare
 
     def combine(self, results: torch.Tensor) -> torch.Tensor:
-        """Sends results back and computes ``sum(prob * result)`` over each token's experts.
+        """Sends results back, and computes ``sum(prob * result)`` over each token's experts.
 
         Collective: every rank must call it, even if its experts got no tokens.
 
         Args:
-            results: ``[rows, features]``, the experts' results for the attribute ``rows``, in the
-                dtype of ``probs``; if that is float32, also float16 or bfloat16.
+            results: ``[rows, features]``, the experts' outputs for ``rows``, in the dtype of
+                ``probs``; if that is float32, also float16 or bfloat16.
 
         Returns:
-            ``[tokens, features]`` in the dtype of ``results``, one row for each token that this
-            rank gave to ``dispatch``.
+            ``[tokens, features]`` in the dtype of ``results``, one row for each token passed to
+            ``dispatch``.
 
         Raises:
-            ValueError: ``results`` does not have as many rows as the attribute ``rows``.
+            ValueError: ``results`` does not have as many rows as ``rows``.
             RankMismatchError: the ranks differ in features, dtypes or ``requires_grad`` (raised on
                 all ranks), or another rank raises ValueError. Only the dispatcher's first call with
                 gradients enabled and its first without compare the ranks.

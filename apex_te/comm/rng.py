@@ -9,12 +9,12 @@ import torch
 
 
 class CudaRNGStatesTracker:
-    """Several independent sequences of random numbers in one process, each with a name.
+    """Tracker of named, independent random sequences in one process.
 
-    Random ops inside ``with tracker.fork(name):`` draw from the sequence ``name``. Each block
-    continues where the last block with this name ended. The default sequence is not affected.
-    Sequences are stored as states of the default generator of the current CUDA device or, on a
-    machine without a GPU, of the CPU. The interface is that of Megatron and TransformerEngine.
+    Random ops inside ``with tracker.fork(name):`` draw from the sequence ``name``, and each block
+    continues where the last one with this name ended. The default sequence is not affected.
+    Sequences are states of the default generator of the current CUDA device or, on a machine
+    without a GPU, of the CPU. The interface is that of Megatron and TransformerEngine.
     """
 
     def __init__(self) -> None:

@@ -36,10 +36,10 @@ def parallel_cross_entropy(
     first_index: int | None = None,
     vocab_size: int | None = None,
 ) -> torch.Tensor:
-    """Computes the cross entropy of softmax(logits) if ranks have different columns of the logits.
+    """Computes the cross entropy of softmax(logits) with the vocabulary split over ranks.
 
-    The ranks exchange three float32 numbers for each row: one all-reduce by maximum and one by sum
-    in forward, nothing in backward. Backward reads the logits, so they must not be changed before.
+    The ranks exchange three float32 numbers per row: one all-reduce by maximum and one by sum in
+    forward, nothing in backward. Backward reads the logits; do not change them before.
 
     Args:
         logits: [..., V] float32, float16 or bfloat16, this rank's columns of the vocabulary.
@@ -49,16 +49,16 @@ def parallel_cross_entropy(
         group: process group of the ranks; None if this rank has the whole vocabulary.
         ignore_index: rows with this target have loss 0 and gradient 0, and "mean" does not count
             them.
-        label_smoothing: in [0, 1], share of the target's probability spread over the vocabulary.
+        label_smoothing: in [0, 1], fraction of the target's probability spread over the vocabulary.
         reduction: "mean" over the rows that are not ignored, "sum" or "none".
-        first_index: index in the vocabulary of this rank's first column. None if all ranks have
-            equally many columns, in the order of ranks.
-        vocab_size: number of columns on all ranks together; required with ``first_index``, and
-            refused without it.
+        first_index: vocabulary index of this rank's first column. None if all ranks have equally
+            many columns, in rank order.
+        vocab_size: total number of columns; required with ``first_index``, and must be None without
+            it.
 
     Returns:
         The loss in float32, equal on all ranks: a scalar, or with "none" one loss for each target,
-            in the shape of ``target``.
+        in the shape of ``target``.
 
     Raises:
         TypeError: an argument has a wrong dtype, or ``group`` is not a process group.

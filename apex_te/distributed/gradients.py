@@ -21,19 +21,18 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Clips the norm of all gradients of a model, as ``torch.nn.utils.clip_grad_norm_`` does.
 
-    The norm is that of the whole model. If a parameter is split over the ranks of a ``tp_group`` or
-    of a DTensor's mesh, each part counts once. A parameter that several ranks hold in full also
-    counts once. Collective over the ranks of the model's ``tp_group``, of DTensors' meshes, and of
-    ``expert_group``, which all get the same norm. The host does not wait for the device. Only
-    ``.grad`` is read and scaled, so gradients must be complete there: call it after
-    ``reduce_main_grads`` and the like.
+    The norm is that of the whole model: parts of a parameter that is split over a ``tp_group`` or a
+    DTensor's mesh, and parameters that several ranks hold in full, count once. Collective over the
+    ranks of the model's ``tp_group``, of DTensors' meshes, and of ``expert_group``, which all get
+    the same norm. The host does not wait for the device. Only ``.grad`` is read and scaled: call it
+    after ``reduce_main_grads`` and similar functions have completed the gradients.
 
     Args:
         model: the model.
         max_norm: largest norm.
         norm_type: order of the norm, a positive float; ``math.inf`` is the largest absolute value.
-        expert_group: process group over which experts' parameters, those with
-            ``allreduce = False``, are spread; None if every rank has all experts.
+        expert_group: process group over which experts' parameters, those with ``allreduce =
+            False``, are distributed; None if every rank has all experts.
 
     Returns:
         The norm before clipping, an fp32 scalar on the device of the gradients.
@@ -85,17 +84,18 @@ def reduce_found_inf(
 ) -> None:
     """Makes a ``torch.amp.GradScaler`` skip a step on all ranks that hold parts of the model.
 
-    Each rank checks only its own gradients: without this call, the other ranks would step if one
-    rank found a non-finite value. Call it between the last backward and ``scaler.step``. It
-    unscales the gradients if ``scaler.unscale_`` has not been called. Collective over the ranks of
-    the model's ``tp_group``, of DTensors' meshes, and of ``expert_group``. Does nothing if the
-    scaler is disabled.
+    Each rank checks only its own gradients: without this call, other ranks would step if one rank
+    found a non-finite value. Call it between the last backward and ``scaler.step``. It unscales the
+    gradients unless ``scaler.unscale_`` was called. Collective over the ranks of the model's
+    ``tp_group``, of DTensors' meshes, and of ``expert_group``. Does nothing if the scaler is
+    disabled.
 
     Args:
-        scaler: the scaler.
+        scaler: the gradient scaler.
         optimizer: the optimizer that ``scaler.step`` will be given.
         model: the model that has the optimizer's parameters.
-        expert_group: as for ``clip_grad_norm_``.
+        expert_group: process group over which experts' parameters, those with ``allreduce =
+            False``, are distributed; None if every rank has all experts.
 
     Raises:
         TypeError: an argument has a wrong type.

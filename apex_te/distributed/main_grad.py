@@ -45,17 +45,17 @@ def reduce_main_grads(
     """Averages the gradients of all trained parameters over data-parallel ranks, in place.
 
     Collective: every rank of ``group`` calls it once a step, after the last backward and before
-    clipping and the optimizer. It is for trainers that own ``main_grad``
-    (``fuse_wgrad_accumulation``). If a parameter has ``main_grad``, that buffer is reduced. If
-    autograd has put a gradient into its ``.grad`` (of a bias, of an embedding tied to the weight),
-    that is added to ``main_grad`` first. Then ``.grad`` becomes None and
-    ``grad_added_to_main_grad`` False. For any other parameter ``.grad`` is reduced; if only some
-    ranks have one, the other ranks contribute zeros and get the result as their ``.grad``.
+    clipping and the optimizer. It is for trainers that allocate ``main_grad``
+    (``fuse_wgrad_accumulation``). If a parameter has ``main_grad``, that buffer is reduced, after
+    adding any ``.grad`` from autograd (of a bias, or of an embedding tied to the weight). Then
+    ``.grad`` becomes None and ``grad_added_to_main_grad`` False. For any other parameter ``.grad``
+    is reduced; if only some ranks have one, the other ranks contribute zeros and get the result as
+    their ``.grad``.
 
     Gradients of 4 MiB and more are reduced without a copy, smaller ones in buckets, in the order of
     the parameters. On GPUs the host waits in the first call for a model, and in each call on ranks
-    that lack a gradient. The set of trained parameters may change between calls if it changes on
-    all ranks at once.
+    without some gradient. The set of trained parameters may change between calls if all ranks
+    change it together.
 
     Gradients of parameters with ``sequence_parallel=True`` must also be summed over the
     tensor-parallel ranks, once a step. The trainer does that, for example by this function:

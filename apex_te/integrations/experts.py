@@ -144,17 +144,17 @@ def _run(
 
 
 def register_experts(name: str = "apex_te") -> None:
-    """Adds the suite's experts to transformers' experts implementations, under ``name``.
+    """Registers apex_te's experts as an experts implementation of transformers, called ``name``.
 
-    A model that is not converted then uses them after ``model.set_experts_implementation(name)``,
-    or with ``experts_implementation=name`` in ``from_pretrained``: grouped GEMMs in FP8 inside
-    ``fp8_autocast``, and in bf16 elsewhere. State dicts hold no FP8 state of delayed scaling for
-    them; those of experts that ``from_torch`` converts do.
+    An unconverted model uses them after ``model.set_experts_implementation(name)``, or with
+    ``experts_implementation=name`` in ``from_pretrained``: grouped GEMMs in FP8 inside
+    ``fp8_autocast``, and in bf16 elsewhere. Unlike for experts that ``from_torch`` converts, state
+    dicts do not contain their FP8 state of delayed scaling.
 
     Raises:
         ImportError: transformers, 5 or later, is not installed.
         NotImplementedError: in a forward, for experts without a gate, with a norm, with weights
-            that are spread over ranks, or with interleaved weights and a gate other than gpt-oss'.
+            distributed over ranks, or with interleaved weights and a gate other than gpt-oss's.
     """
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 

@@ -42,21 +42,19 @@ def export_fp8(
 ) -> None:
     """Writes ``model`` as a checkpoint with FP8 weights that vLLM and transformers can load.
 
-    The weights of converted linear layers and experts are quantized as by ``CurrentScaling``,
-    ``RowwiseScaling`` or ``BlockScaling``. This includes layers that ``from_torch(fuse=True)``
-    joined; with one scale per weight these, and the first two matrices of an expert, share it.
-    Weights that are already held in FP8 in that layout are written as they are. Weights have the
-    names of the plain model's files, with their scales beside them. Everything else keeps its
-    dtype. The configuration lists linear layers that are not quantized, such as ``lm_head`` and
-    GPT-2's Conv1D.
+    Converted linear layers and experts are quantized as by ``CurrentScaling``, ``RowwiseScaling``
+    or ``BlockScaling``, including layers that ``from_torch(fuse=True)`` joined; with one scale per
+    weight, the parts of a joined layer, and the first two matrices of an expert, share it. Weights
+    that are already held in FP8 in that layout are written unchanged. Weights have the names of the
+    plain model's files, next to their scales. Everything else keeps its dtype. The configuration
+    lists linear layers that are not quantized, such as ``lm_head`` and GPT-2's Conv1D.
 
-    If ranks have parts of the model, by ``fully_shard``, by a ``tp_group`` or as experts, all call
-    the function. They gather one parameter at a time, and the first rank of the default group
-    writes the files of the whole model; it holds one file's tensors in its CPU memory. If it
-    cannot write them, it raises the error, and the others ``RankMismatchError``.
+    If the model is split over ranks, by ``fully_shard``, by a ``tp_group`` or by experts, all ranks
+    call this function. They gather one parameter at a time, and the first rank of the default group
+    writes the files of the whole model, holding one file's tensors in CPU memory. If it cannot
+    write them, it raises the error, and the others raise ``RankMismatchError``.
 
-    |``quant_method``|``weights``|keys beside a ``weight``|read by|
-    |---|---|---|---|
+    |``quant_method``|``weights``|keys beside a ``weight``|read by| |---|---|---|---|
     |``"compressed-tensors"``|``"tensor"``|``weight_scale`` ``[1]``|vLLM, compressed-tensors|
     |``"compressed-tensors"``|``"channel"``|``weight_scale`` ``[out, 1]``|vLLM, compressed-tensors|
     |``"compressed-tensors"``|``"block"``|``weight_scale`` per 128x128|vLLM, compressed-tensors|
@@ -75,8 +73,9 @@ def export_fp8(
             ``"tensorwise"``, ``"rowwise"`` or ``"blockwise"``.
         activations: ``"dynamic"``; or ``"static"`` to write the inputs' scales of delayed scaling,
             only with ``weights="tensor"``. Call ``flush_fp8_state()`` before.
-        layout: ``"file"`` for the layout of the checkpoint that ``from_fp8_checkpoint`` has read,
-            instead of the three options before; weights that were not trained keep their bytes.
+        layout: ``"file"`` for the layout of the checkpoint that ``from_fp8_checkpoint`` read,
+            instead of the three options above; weights that were not trained are written bitwise
+            unchanged.
         max_shard_size: largest size of a file, in bytes or like ``"5GB"``. A larger model is
             written to several files, with an index.
 

@@ -32,18 +32,16 @@ def fp8_tensors(
     weights: Recipe | str = "block",
     activations: str = "dynamic",
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields names and tensors of the plain model, with weights in FP8, for an inference engine.
+    """Yields the names and tensors of the plain model, with FP8 weights, for an inference engine.
 
-    The names are those of the files of ``export_fp8``: layers that ``from_torch(fuse=True)`` joined
-    are split, and experts are apart. A quantized weight ``[out, in]`` in float8_e4m3fn is followed
-    by its float32 scale, by which the engine multiplies it. Everything else has the model's dtype.
-    Weights that are held in FP8 in that layout go out as they are, without a copy; other weights
-    are quantized one after the other, as for a GEMM in that recipe. Parts of a joined layer, and
-    the first two matrices of an expert, share a single scale, so that the engine joins them as they
-    are.
+    The names are those of ``export_fp8``: layers that ``from_torch(fuse=True)`` joined are split,
+    and experts are separate. A quantized weight ``[out, in]`` in float8_e4m3fn is followed by its
+    float32 scale, by which the engine multiplies it. Everything else has the model's dtype. Weights
+    that are already held in FP8 in that layout are yielded without a copy; others are quantized one
+    after the other, as for a GEMM in that recipe. Parts of a joined layer, and the first two
+    matrices of an expert, share a single scale, so that the engine can join them.
 
-    |``quant_method``|``weights``|``layout``|scale of ``x.weight``|
-    |---|---|---|---|
+    |``quant_method``|``weights``|``layout``|scale of ``x.weight``| |---|---|---|---|
     |``"fp8"``|``"block"``|any|``x.weight_scale_inv`` ``[ceil(out / 128), ceil(in / 128)]``|
     |``"fp8"``|``"tensor"``|``"vllm"``, ``"sglang"``|``x.weight_scale`` ``[1]``|
     |``"fp8"``|``"tensor"``|``"hf"``|``x.weight_scale_inv`` ``[]``|
@@ -54,18 +52,18 @@ def fp8_tensors(
     With ``activations="static"`` the scale of the layer's input follows: ``x.input_scale`` ``[1]``,
     or in transformers' layout ``x.activation_scale`` ``[]``.
 
-    A model that is sharded by ``fully_shard``, or has layers that a ``tp_group`` splits, is
-    gathered one parameter at a time: in FP8 if it is held so, or if the ranks' parts are whole
-    blocks, which they quantize first. FP8 parts of a ``tp_group`` that have a single scale each, or
-    end inside a block of the whole weight, are decoded and quantized again. All ranks must then
-    read to the end. Of experts that transformers has spread over ranks, each rank
-    yields its own, under their numbers in the whole model.
+    A model that is sharded by ``fully_shard``, or has layers split by a ``tp_group``, is gathered
+    one parameter at a time: in FP8 if it is held in FP8, or if each rank's part consists of whole
+    blocks, which the rank then quantizes first. FP8 parts of a ``tp_group`` that have a single
+    scale each, or end inside a block of the whole weight, are decoded and quantized again. All
+    ranks must read the iterator to its end. If transformers distributes experts over ranks, each
+    rank yields its own, numbered as in the whole model.
 
-    The tensors may share the model's memory: copy what is to be kept over the next training step.
+    The tensors may share the model's memory: copy them to keep them over the next training step.
 
     Args:
         model: a model of Hugging Face after ``from_torch``, without adapters; whole or sharded.
-        layout: names that ``"vllm"``, ``"sglang"`` or ``"hf"`` (transformers) loads.
+        layout: names expected by ``"vllm"``, ``"sglang"`` or ``"hf"`` (transformers).
         quant_method: the engine's quantization, ``"fp8"`` or ``"compressed-tensors"``.
         weights: ``"block"`` for one scale per 128x128, as in DeepSeek-V3, ``"channel"`` for one per
             output channel, amax / 448, or ``"tensor"`` for one per weight; or a recipe, or its
@@ -79,10 +77,10 @@ def fp8_tensors(
     Raises:
         TypeError: ``model`` is not a model of Hugging Face, or an argument has a wrong type.
         ValueError: an option is unknown; the model lacks converted layers, has adapters or is on
-            the meta device; channels are given with ``"fp8"``; ``"static"`` is given with blocks
-            or channels, or without state of delayed scaling;
-            or, with blocks, a layer that the engine joins with the next one has
-            rows, or any layer for compressed-tensors columns, that are not a multiple of 128.
+            the meta device; channels are given with ``"fp8"``; ``"static"`` is given with blocks or
+            channels, or without state of delayed scaling; or, with blocks, the rows of a layer that
+            the engine joins with the next one, or the columns of any layer for compressed-tensors,
+            are not a multiple of 128.
         NotImplementedError: FP8 weights or experts are sharded otherwise than by rows.
     """
     for name, value, choices in (

@@ -14,18 +14,18 @@ _Model = TypeVar("_Model", bound=nn.Module)
 
 @named_arguments()
 def fuse_lora(model: _Model) -> _Model:
-    """Makes PEFT's LoRA layers over ``apex_te.Linear`` add the adapter inside the base's FP8 GEMM.
+    """Makes PEFT's LoRA layers over ``apex_te.Linear`` add the adapter inside the base FP8 GEMM.
 
-    Each of these layers gets a subclass of its class, whose forward calls
-    ``Linear.forward_low_rank``. Inside FP8 regions the base's GEMMs then add the adapter's result,
-    in forward and backward. Layers with the same input share its cast to FP8 if the recipe keeps no
+    Each of these layers becomes an instance of a subclass whose forward calls
+    ``Linear.forward_low_rank``. In FP8 regions the base GEMMs then add the adapter's result, in
+    forward and backward, and layers with the same input share its cast if the recipe keeps no
     state. Results are as before, with fewer roundings. PEFT still handles parameters, state dicts,
     saving, merging and adding adapters.
 
-    A layer computes as before in code that torch.compile traces, and while it is merged or
-    disabled, or has several active adapters, a variant such as DoRA, a bias of the adapter, or
-    hooks on its base or adapter. The same holds without ``torch.autocast`` if the adapter's dtype
-    is not the base's: ``get_peft_model(autocast_adapter_dtype=False)`` gives both the same dtype.
+    A layer computes as before under ``torch.compile``, while it is merged or disabled, with several
+    active adapters, a variant such as DoRA, or an adapter bias, and with hooks on its base or
+    adapter. The same holds without ``torch.autocast`` if the adapter's dtype differs from the
+    base's; ``get_peft_model(autocast_adapter_dtype=False)`` gives both the same dtype.
 
     Args:
         model: a model after ``get_peft_model``, changed in place. Call again after adding adapters

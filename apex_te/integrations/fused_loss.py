@@ -234,14 +234,14 @@ def fuse_loss(
     chunk_rows: int | None = None,
     weight_grad_dtype: torch.dtype | None = None,
 ) -> FusedLoss:
-    """Makes a causal language model of transformers compute its loss by ``linear_cross_entropy``.
+    """Makes a causal LM of transformers compute its loss by ``linear_cross_entropy``.
 
-    If a forward in training mode is given ``labels``, it computes loss and gradients from the
-    hidden states and the head's weight, a chunk of rows at a time. So the logits
-    ``[batch, tokens, vocabulary]`` are never in memory. Loss and gradients are as before, up to the
-    order of sums. The output's ``logits`` are a ``LazyLogits``, which computes them if they are
-    used. As with ``linear_cross_entropy``, backward can run only once. The model's class, keys and
-    files stay. Copies and pickles of the model compute their loss this way, too.
+    A forward in training mode with ``labels`` computes loss and gradients from the hidden states
+    and the head's weight, a chunk of rows at a time, so that the logits ``[batch, tokens,
+    vocabulary]`` are never in memory. Loss and gradients are equal up to the order of sums. The
+    output's ``logits`` are a ``LazyLogits``, which computes them on use. As with
+    ``linear_cross_entropy``, backward can run only once. The model's class, keys and files are
+    unchanged. Copies and pickles of the model also compute their loss this way.
 
     Everything else runs as before: evaluation, generation, ``torch.compile``, another loss
     function, and a head that has adapters, hooks or a sharded weight, computes in float64, or is an
@@ -254,7 +254,9 @@ def fuse_loss(
         fp8_recipe: recipe without state, or its name, with which the head's GEMMs run in FP8. None
             computes them in the head's dtype, even inside ``fp8_autocast`` (where the head must be
             a ``torch.nn.Linear``).
-        chunk_rows, weight_grad_dtype: as for ``linear_cross_entropy``.
+        chunk_rows: rows of a chunk; None chooses as ``linear_cross_entropy`` does.
+        weight_grad_dtype: dtype in which the chunks' weight gradients are summed, that of the head
+            (the default) or float32.
 
     Returns:
         An object whose ``remove()`` undoes it.

@@ -43,13 +43,13 @@ _JOINED = "_apex_te_joined"
 
 
 class KeyMap:
-    """Translation of dicts between parameter names before and after ``from_torch(fuse=True)``.
+    """Maps parameter names from before ``from_torch(fuse=True)`` to those after it, and back.
 
-    The map is for dicts of tensors whose keys are the names of ``named_parameters()``, such as
-    gradients, and for state dicts that an earlier release saved. State dicts of this release have
-    the original keys anyway. Both methods return a new dict, in which all other keys are unchanged.
-    FP8 state (``fp8_state.*``) of joined layers has no counterpart in the original model, so
-    ``to_original`` leaves it out.
+    It translates dicts of tensors whose keys are the names of ``named_parameters()``, such as
+    gradients, and state dicts that an earlier release saved. State dicts of this release have the
+    original keys anyway. Both methods return a new dict with all other keys unchanged. FP8 state
+    (``fp8_state.*``) of joined layers has no counterpart in the original model, so ``to_original``
+    leaves it out.
 
     Args:
         entries: the joined parameters, with their keys in the whole model.
@@ -67,7 +67,7 @@ class KeyMap:
         return f"KeyMap({len(self.entries)} joined: {joined}{more})"
 
     def to_fused(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns a dict for the fused model, in which original parameters are joined.
+        """Returns a dict for the fused model, with original parameters joined.
 
         Args:
             state_dict: tensors by parameter names of the original model.
@@ -92,7 +92,7 @@ class KeyMap:
         return new
 
     def to_original(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns a dict for the original model, in which joined parameters are split.
+        """Returns a dict for the original model, with joined parameters split.
 
         Args:
             state_dict: tensors by parameter names of the fused model.
@@ -120,7 +120,7 @@ class KeyMap:
 
 @named_arguments()
 def key_map(model: nn.Module) -> KeyMap:
-    """Returns the map of the parameters that ``from_torch(model, fuse=True)`` has joined.
+    """Returns the ``KeyMap`` of the parameters that ``from_torch(model, fuse=True)`` joined.
 
     Args:
         model: the model that was given to ``from_torch``; for any other model the map is empty.

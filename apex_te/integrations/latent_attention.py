@@ -34,20 +34,20 @@ _SIZES = {
 
 @named_arguments()
 def fuse_latent_attention(model: _Model, recompute_up_proj: bool = False) -> _Model:
-    """Makes latent attention of Hugging Face's models compute as ``MultiLatentAttention`` does.
+    """Makes latent attention of Hugging Face models compute as ``MultiLatentAttention`` does.
 
-    The attention modules of DeepSeek-V2 and V3, GLM, MiniCPM3, Youtu, LongCat, Kimi and others get
-    a subclass of their class. It writes queries, keys and values in one pass each, and attends by
-    the model's own attention implementation. While generating, new tokens attend to the cached
-    latents directly, except with ``attn_implementation="eager"``. Whether a class computes this is
-    found by calling its forward on a small copy. Parameters, keys, hooks and files stay as they
-    are, and results are equal up to rounding. Call it after ``from_torch``, which converts and
-    joins the projections.
+    The attention modules of DeepSeek-V2 and V3, GLM, MiniCPM3, Youtu, LongCat, Kimi and others
+    become instances of a subclass of their class, which writes queries, keys and values in one pass
+    each and calls the model's own attention implementation. During generation, new tokens attend to
+    the cached latents directly, except with ``attn_implementation="eager"``. To tell whether a
+    class is supported, its forward is called on a small copy. Parameters, keys, hooks and files are
+    unchanged, and results are equal up to rounding. Call it after ``from_torch``, which converts
+    and joins the projections.
 
     Args:
         model: any model or layer, changed in place.
-        recompute_up_proj: compute what has a latent (queries, keys and values) again in backward,
-            instead of saving it; without effect in code that torch.compile traces.
+        recompute_up_proj: recompute queries, keys and values from their latents in backward,
+            instead of saving them; no effect under ``torch.compile``.
 
     Returns:
         ``model``.

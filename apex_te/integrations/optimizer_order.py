@@ -71,8 +71,8 @@ def reorder_fused_state(
     """Converts an earlier release's optimizer state for a model of ``from_torch(fuse=True)``.
 
     In earlier releases the norms' parameters were in the joined layers, before the weights, and
-    Trainer applied weight decay to the norms' weights. Parameter groups must be in the order of
-    ``model.parameters()``, made like the current ones or like Trainer's at that time.
+    Trainer applied weight decay to them. Parameter groups must be in the order of
+    ``model.parameters()``, made as now or as Trainer made them then.
 
     Args:
         state_dict: an earlier release's ``optimizer.state_dict()``; it is not changed.
@@ -85,8 +85,8 @@ def reorder_fused_state(
 
     Raises:
         TypeError: an argument has a wrong type.
-        ValueError: the state dict's parameter groups have neither the sizes of the optimizer's nor
-            those that Trainer made at that time.
+        ValueError: the sizes of the state dict's parameter groups are neither the optimizer's nor
+            those that Trainer made then.
     """
     _check("reorder_fused_state", state_dict, optimizer, model)
     former: dict[int, int] = {}  # places in the former order, by id of the parameter

@@ -61,8 +61,8 @@ def save_fp8_state(model: nn.Module, path: str | os.PathLike[str]) -> None:
 def load_fp8_state(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Sets the FP8 state of ``model`` from a file of ``save_fp8_state`` or ``save_pretrained``.
 
-    Load the weights first: loading weights resets FP8 state that is not in the same file. After an
-    error for the file, ``model`` is unchanged.
+    Load the weights first: loading weights resets FP8 state that is not in the same file. If the
+    file causes an error, ``model`` is unchanged.
 
     Args:
         model: the model, converted (and fused) as the saved one was.

@@ -23,26 +23,27 @@ _Model = TypeVar("_Model", bound=torch.nn.Module)
 def set_context_parallel_group(
     model: _Model, cp_group: Any, cp_comm_type: str = "all_gather"
 ) -> _Model:
-    """Has the attention of a model of transformers expect sequences that are split over ranks.
+    """Makes the attention of a transformers model expect sequences that are split over ranks.
 
-    The model then takes this rank's tokens, and their position ids and shifted labels, as
-    ``split_for_context_parallel`` cuts them, without an attention mask. Gradients of parameters are
-    this rank's part of a sum over the ranks. Causal and bidirectional attention, grouped queries
-    and sliding windows are supported; padding, several documents in a row, caches, dropout of
-    attention weights while training, and models that change scores are not.
+    The model then takes this rank's tokens, position ids and shifted labels, as split by
+    ``split_for_context_parallel``, without an attention mask. Gradients of parameters are this
+    rank's terms of a sum over the ranks. Causal and bidirectional attention, grouped queries and
+    sliding windows are supported; padding, packed documents, caches, attention dropout while
+    training, and models that modify scores are not.
 
     Args:
-        model: a model of transformers, also one that ``from_torch`` has converted; it is changed.
-        cp_group: group of the ranks; None for one rank, which takes whole sequences.
-        cp_comm_type: as in ``DotProductAttention.set_context_parallel_group``.
+        model: a transformers model, also after ``from_torch``; changed in place.
+        cp_group: process group of the ranks; None for one rank, which takes whole sequences.
+        cp_comm_type: ``"all_gather"``, ``"a2a"``, ``"p2p"`` or ``"a2a+p2p"``, as in
+            ``DotProductAttention.set_context_parallel_group``.
 
     Returns:
         ``model``.
 
     Raises:
-        TypeError: ``model`` is not one of transformers with selectable attention, or ``cp_group``
+        TypeError: ``model`` is not a transformers model with selectable attention, or ``cp_group``
             is not a process group.
-        ValueError: ``cp_comm_type`` is unknown, or the model attends within chunks.
+        ValueError: ``cp_comm_type`` is unknown, or the model uses chunked attention.
     """
     layers = [layer for layer in model.modules() if isinstance(vars(layer).get("is_causal"), bool)]
     if not hasattr(model, "set_attn_implementation") or not layers:

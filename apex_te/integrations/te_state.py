@@ -68,7 +68,7 @@ def _unfit(name: str, wanted: str, got: object) -> TEStateError:
 
 
 def read_te_extra_state(extra_state: Any) -> TEState | None:
-    """Reads the FP8 state out of an ``_extra_state`` of any release of TransformerEngine.
+    """Reads the FP8 state from an ``_extra_state`` of any release of TransformerEngine.
 
     Nothing in the object is imported or called. Amax values that are not finite become 0, with a
     warning.
@@ -189,8 +189,8 @@ def load_te_extra_state(
 
     Every ``<prefix><module>._extra_state`` is removed from ``state_dict``, except for modules whose
     class itself saves an extra state. If the module is an FP8 module of apex_te, its scales and
-    amax histories are set. Histories are trimmed or padded to the length that the module already
-    has. The state is also added to ``state_dict`` under apex_te's keys, so a strict
+    amax histories are set; histories are trimmed or padded to the module's length. The state is
+    also added to ``state_dict`` under apex_te's keys, so a strict
     ``model.load_state_dict(state_dict)`` afterwards loads everything.
 
     Args:
@@ -203,10 +203,11 @@ def load_te_extra_state(
         The names of the modules whose state was set.
 
     Raises:
-        TypeError: as for ``read_te_extra_state``. The message names the key; ``model`` and
-            ``state_dict`` are unchanged.
-        TEStateError: as for ``read_te_extra_state``, or the number of slots does not fit the
-            module. The message names the key, and nothing is changed, as for TypeError.
+        TypeError: an extra state has a type that no release of TransformerEngine saves.
+        TEStateError: an extra state is damaged, would run code when unpickled, or has another
+            number of slots than the module.
+
+    After an error, whose message names the key, ``model`` and ``state_dict`` are unchanged.
     """
     check_model("load_te_extra_state", model)
     if not isinstance(state_dict, MutableMapping):

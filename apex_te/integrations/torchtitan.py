@@ -66,7 +66,7 @@ class FP8Linear(Linear, Module):
 
 
 class FP8LinearConverter(QuantizationConverter):
-    """Converter of a model's configuration that replaces linear layers by ``FP8Linear``.
+    """torchtitan model converter that replaces linear layers by ``FP8Linear``.
 
     Put it into the list ``converters`` of a model's registry, like torchtitan's own converters.
     """
@@ -76,10 +76,10 @@ class FP8LinearConverter(QuantizationConverter):
         """Configuration of ``FP8LinearConverter``.
 
         Attributes:
-            recipe_name: name of the recipe, as in ``FP8Linear.Config``.
+            recipe_name: name of the recipe, such as ``"tensorwise"`` or ``"blockwise"``.
             filter_fqns: substrings of the names of layers to keep in bf16 or fp32; by default the
-                output layer and routers. Also kept are layers with a size that is not a multiple of
-                16, and subclasses of torchtitan's linear layer.
+                output layer and routers. Layers with a size that is not a multiple of 16, and
+                subclasses of torchtitan's linear layer, are always kept.
         """
 
         recipe_name: str = "tensorwise"
@@ -209,9 +209,9 @@ def _gemms_of(w2: torch.Tensor) -> tuple[ExpertGemm, ExpertGemm]:
 
 
 class FP8GroupedExpertsConverter(QuantizationConverter):
-    """Converter of a model's configuration that replaces its experts by ``FP8GroupedExperts``.
+    """torchtitan model converter that replaces experts by ``FP8GroupedExperts``.
 
-    The token dispatcher stays: rows need no padding.
+    The token dispatcher is kept; rows need no padding.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -219,9 +219,10 @@ class FP8GroupedExpertsConverter(QuantizationConverter):
         """Configuration of ``FP8GroupedExpertsConverter``.
 
         Attributes:
-            recipe_name: name of the recipe, as in ``FP8Linear.Config``.
-            filter_fqns: substrings of the names of experts to keep in bf16. Also kept are experts
-                with a size that is not a multiple of 16, and subclasses of torchtitan's experts.
+            recipe_name: name of the recipe, such as ``"tensorwise"`` or ``"blockwise"``.
+            filter_fqns: substrings of the names of experts to keep in bf16. Experts with a size
+                that is not a multiple of 16, and subclasses of torchtitan's experts, are always
+                kept.
         """
 
         recipe_name: str = "tensorwise"

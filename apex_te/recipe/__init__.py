@@ -174,15 +174,15 @@ _kinds: dict[str, type[Recipe]] = {}
 
 @dataclass(frozen=True)
 class Recipe:
-    """Base class of the recipes, frozen dataclasses that are passed to ``fp8_autocast``.
+    """Base class of recipes: frozen dataclasses that are passed to ``fp8_autocast``.
 
-    A subclass defined with a ``name``, as in ``class MyScaling(Recipe, name="mine")``, can be
-    chosen by that name: ``make_recipe("mine")``.
+    A subclass defined as ``class MyScaling(Recipe, name="mine")`` is registered under that name:
+    ``make_recipe("mine")`` makes it.
 
     Attributes:
         quantizer: name of the scheme, a module of ``apex_te.fp8.scheme``.
         keeps_state: True if scales and amax values are kept from one region to the next.
-        formats: the values that the field ``fp8_format`` may have.
+        formats: the values that the field ``fp8_format`` accepts.
         mutable: True if attributes can be set; a region then uses the copy that ``plain()``
             returns.
     """
@@ -193,7 +193,7 @@ class Recipe:
     mutable: ClassVar[bool] = False
 
     def plain(self) -> Recipe:
-        """Returns an immutable recipe with the present values."""
+        """Returns an immutable recipe with the current values."""
         return self
 
     def __init_subclass__(cls, name: str | None = None) -> None:
@@ -310,21 +310,20 @@ class DelayedScaling(Recipe, name="delayed"):
     Args:
         margin: the scale is divided by ``2 ** margin``; from -16 to 16.
         interval: number of regions (microbatches) from one scale update to the next.
-        fp8_format: ``Format.HYBRID`` or ``Format.E4M3``, or its name, ``"hybrid"`` or ``"e4m3"``;
-            pure E5M2 is refused.
-        amax_history_len: rows of the amax history; at most 16384. One row collects the amax values
-            of the current step.
+        fp8_format: ``Format.HYBRID`` or ``Format.E4M3``, or its name, ``"hybrid"`` or ``"e4m3"``.
+        amax_history_len: rows of the amax history; at most 16384. One row holds the amax values of
+            the current step.
         amax_compute_algo: ``"max"``, ``"most_recent"`` or a callable ``(history [length, slots]) ->
             amax [slots]``; row 0 of the history is the newest amax, row 1 the oldest, the last row
             the one before the newest.
         scaling_factor_compute_algo: None (``fp8_max / amax / 2**margin``), ``"pow2"`` (that ratio
             rounded down to a power of two) or a callable ``(amax [slots], old_scale [slots],
             fp8_max, recipe) -> scale [slots]``. A callable must be hashable. If a callable raises,
-            the modules with this recipe keep their scales and drop the amax values recorded since
-            the last update, and the region with this recipe that caused the update raises. Modules
-            with other recipes are still updated.
-        override_linear_precision: three bools, for fprop, dgrad and wgrad: True computes this GEMM
-            in bf16 or fp32. Only that of wgrad may be True.
+            modules with this recipe keep their scales and drop the amax values recorded since the
+            last update, and the region that caused the update raises the error. Modules with other
+            recipes are still updated.
+        override_linear_precision: three bools, for fprop, dgrad and wgrad: True runs this GEMM in
+            bf16 or fp32. Only wgrad's may be True.
         reduce_amax: reduce the amax values by maximum over ``fp8_group`` before an update.
         first_step: ``"scale_one"`` starts with scale 1; ``"current"`` computes the first scale of
             each tensor from the tensor itself.
@@ -336,7 +335,7 @@ class DelayedScaling(Recipe, name="delayed"):
     Raises:
         TypeError: an argument has a wrong type or is unknown.
         ValueError: an argument has a wrong value.
-        NotImplementedError: FP8 attention was asked for.
+        NotImplementedError: FP8 attention was requested.
     """
 
     margin: int = 0
@@ -405,16 +404,20 @@ class CurrentScaling(Recipe, name="tensorwise"):
         fp8_format: ``Format.HYBRID``, ``Format.E4M3`` or ``Format.HIF8``, or its name.
         pow2: round scales down to powers of two.
         eps: lower bound of the amax from which a scale is computed.
-        override_linear_precision, use_split_accumulator, fp8_dpa, fp8_mha: as in
-            ``DelayedScaling``; ``Format.HIF8`` ignores ``use_split_accumulator``.
-        interval: ignored, accepted for interface compatibility; every cast computes its scale.
+        override_linear_precision: three bools, for fprop, dgrad and wgrad: True runs this GEMM in
+            bf16 or fp32. Only wgrad's may be True.
+        use_split_accumulator: three bools, for fprop, dgrad and wgrad: True keeps partial sums in
+            fp32, False allows cuBLASLt's fast accumulation. ``Format.HIF8`` ignores it.
+        interval: ignored, accepted for compatibility; every cast computes its scale.
         backward: None computes gradients from FP8 operands. Otherwise gradients are not quantized,
-            and products of backward run in the gradient's dtype: ``"high_precision"`` with the
-            input and weight as they were given, ``"dequantized"`` with the values that forward's
-            FP8 operands have.
+            and the GEMMs of backward run in the gradient's dtype: ``"high_precision"`` with the
+            original input and weight, ``"dequantized"`` with the values of forward's FP8 operands.
+        fp8_dpa, fp8_mha: FP8 attention; not available yet, True raises.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: as for ``DelayedScaling``.
+        TypeError: an argument has a wrong type or is unknown.
+        ValueError: an argument has a wrong value.
+        NotImplementedError: FP8 attention was requested.
     """
 
     _: KW_ONLY
@@ -449,21 +452,21 @@ class BlockScaling(Recipe, name="blockwise"):
 
     Args:
         fp8_format: ``Format.E4M3`` or ``Format.HYBRID``, or its name.
-        scales: ``"pow2"`` (scales rounded down to powers of two, as vLLM's on sm_90 by default),
-            ``"fp32"`` (any scales) or ``"server"`` (scale_inv is ``amax / fp8_max``, rounded to
-            nearest, by which values are divided: the bits of inference engines that have such
-            scales). None is ``"pow2"``.
+        scales: ``"pow2"`` rounds scales down to powers of two, as vLLM does on sm_90 by default;
+            ``"fp32"`` does not; ``"server"`` divides by scale_inv, ``amax / fp8_max`` rounded to
+            nearest, which gives the bits of inference engines with such scales. None is ``"pow2"``.
         pow2: former form of ``scales``: True is ``"pow2"``, False ``"fp32"``.
         eps: lower bound of the amax from which a block's scale is computed; with ``"server"`` it is
             at least 1e-10.
         wgrad_input: blocks in which inputs are cast for weight gradients: ``"128x128"``, whose
-            products are faster, or ``"1x128"``, along the tokens, as in Transformer Engine.
-        use_split_accumulator: must stay all True; the sums of blocks are always kept in fp32.
-        override_linear_precision, interval, backward, fp8_dpa, fp8_mha: as in
-            ``CurrentScaling``.
+            GEMMs are faster, or ``"1x128"``, along the tokens, as in Transformer Engine.
+        use_split_accumulator: must be all True; block sums are always kept in fp32.
+        override_linear_precision, interval, backward, fp8_dpa, fp8_mha: as in ``CurrentScaling``.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: as for ``DelayedScaling``.
+        TypeError: an argument has a wrong type or is unknown.
+        ValueError: an argument has a wrong value.
+        NotImplementedError: FP8 attention was requested.
     """
 
     _: KW_ONLY
@@ -546,12 +549,13 @@ class MXFP8Scaling(Recipe, name="mxfp8"):
         fp8_format: ``Format.E4M3`` or ``Format.HYBRID``, or its name.
         rounding: how the scale's exponent is rounded: ``"up"`` (nothing saturates) or ``"floor"``
             (OCP's rule).
-        override_linear_precision, interval, backward, fp8_dpa, fp8_mha: as in
-            ``CurrentScaling``.
-        use_split_accumulator: ignored; GEMMs of MXFP8 data do not have this choice.
+        override_linear_precision, interval, backward, fp8_dpa, fp8_mha: as in ``CurrentScaling``.
+        use_split_accumulator: ignored; MXFP8 GEMMs do not have this option.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: as for ``DelayedScaling``.
+        TypeError: an argument has a wrong type or is unknown.
+        ValueError: an argument has a wrong value.
+        NotImplementedError: FP8 attention was requested.
     """
 
     _: KW_ONLY
@@ -602,7 +606,7 @@ def make_recipe(name: str, fp8_format: str | Format | None = None, **options: An
         name: ``"delayed"``, ``"tensorwise"``, ``"blockwise"``, ``"mxfp8"`` or the name of another
             registered recipe.
         fp8_format: ``"e4m3"``, ``"hybrid"`` or ``"hif8"`` (only for tensorwise), in upper or lower
-            case, or a ``Format``; None takes the recipe's default.
+            case, or a ``Format``; None uses the recipe's default.
         options: further arguments of the recipe's class.
 
     Raises:

@@ -14,27 +14,29 @@ __all__ = ["RowwiseScaling"]
 
 @dataclass(frozen=True)
 class RowwiseScaling(Recipe, name="rowwise"):
-    """Recipe with one scale for each row of an operand: a token's, or a weight's output channel's.
+    """Recipe with one scale for each token and each output channel of a weight.
 
-    These are the scales of checkpoints by channel (FBGEMM, compressed-tensors' ``FP8_DYNAMIC``) and
-    of engines with dynamic scales per token. Forward reads the weight's rows. For the gradient of
-    the input the output's gradient, times the weight's scales, is cast with a scale for each token,
-    and multiplied by the same FP8 data: the weight is not rounded again. For the weight's gradient
-    both operands have a scale for each of their columns.
+    Checkpoints with a scale per channel (FBGEMM, compressed-tensors' ``FP8_DYNAMIC``) and engines
+    with dynamic scales per token use it. Forward uses the scales of the weight's rows. dgrad
+    multiplies the output gradient by these scales, casts it with a scale for each token, and
+    multiplies it by the same FP8 data, so that the weight is not rounded again. In wgrad both
+    operands have a scale for each column.
 
     Args:
         fp8_format: ``Format.E4M3`` or ``Format.HYBRID``, or its name.
         scales: ``"server"``, ``"fp32"`` or ``"pow2"``, as in ``BlockScaling``.
         eps: lower bound of the amax from which a row's scale is computed; with ``"server"`` it is
             at least 1e-10.
-        activation_scale_ub: upper bound of the amax of a token, as of FBGEMM's checkpoints; larger
-            values saturate. None for no bound.
+        activation_scale_ub: upper bound of the amax of a token, as in FBGEMM's checkpoints; larger
+            values saturate. None does not limit it.
         override_linear_precision, use_split_accumulator, interval, backward, fp8_dpa, fp8_mha: as
             in ``CurrentScaling``.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: as for ``DelayedScaling``; also if
-            ``activation_scale_ub`` is not a finite float above 0.
+        TypeError: an argument has a wrong type or is unknown.
+        ValueError: an argument has a wrong value; ``activation_scale_ub`` must be finite and above
+            0.
+        NotImplementedError: FP8 attention was requested.
     """
 
     _: KW_ONLY

@@ -94,12 +94,12 @@ class _Style(ParallelStyle):
 
 
 class ColumnParallel(_Style):
-    """Style that splits the ``out_features`` (rows of the weight) of a linear layer over ranks.
+    """Parallel style that splits the ``out_features`` of a linear layer over ranks.
 
-    It applies to ``Linear`` and ``LayerNormLinear``, and makes them compute as with
-    ``parallel_mode="column"``. The input is the full tensor, or with ``sequence_parallel`` this
-    rank's slice of dimension 0. The output has this rank's features. All errors are raised before
-    the module is changed.
+    Pass it to ``torch.distributed.tensor.parallel.parallelize_module`` for a ``Linear`` or
+    ``LayerNormLinear``, which then computes as with ``parallel_mode="column"``. The input is the
+    full tensor, or with ``sequence_parallel`` this rank's slice of dimension 0. The output has this
+    rank's features. All errors are raised before the module is changed.
 
     Args:
         sequence_parallel: True if the input is split along dimension 0; the layer then gathers it.
@@ -120,14 +120,21 @@ class ColumnParallel(_Style):
 
 
 class RowParallel(_Style):
-    """Style that splits the ``in_features`` (columns of the weight) of a ``Linear`` over ranks.
+    """Parallel style that splits the ``in_features`` of a ``Linear`` over ranks.
 
-    It makes the layer compute as with ``parallel_mode="row"``. The input has this rank's features.
-    The output is the sum over ranks, or with ``sequence_parallel`` this rank's slice of its
-    dimension 0. Errors are those of ``ColumnParallel``, but only ``Linear`` is accepted.
+    Pass it to ``torch.distributed.tensor.parallel.parallelize_module``; the layer then computes as
+    with ``parallel_mode="row"``. The input has this rank's features. The output is the sum over
+    ranks, or with ``sequence_parallel`` this rank's slice of its dimension 0.
 
     Args:
         sequence_parallel: True to split the output along dimension 0, by a reduce-scatter.
+
+    Raises:
+        TypeError: the module is not a ``Linear``.
+        ValueError: the mesh has several dimensions, its ranks do not divide a size, or the module
+            is already split.
+        NotImplementedError: an option or parameter of the module is not supported, as for
+            ``ColumnParallel``.
     """
 
     _kinds = (Linear,)
@@ -137,22 +144,29 @@ class RowParallel(_Style):
 
 
 class LayerParallel(_Style):
-    """Style that splits the inner features and heads of an MLP, attention or Transformer layer.
+    """Parallel style that splits the heads and inner features of attention and MLPs over ranks.
 
-    It applies to ``LayerNormMLP``, ``MultiheadAttention`` and ``TransformerLayer``, and makes them
-    compute as with ``set_parallel_mode=True``. Input and output are full tensors, or with
-    ``sequence_parallel`` this rank's slice of their dimension 0. Errors are those of
-    ``ColumnParallel``, but for these classes.
+    Pass it to ``torch.distributed.tensor.parallel.parallelize_module`` for a ``LayerNormMLP``,
+    ``MultiheadAttention`` or ``TransformerLayer``, which then computes as with
+    ``set_parallel_mode=True``. Input and output are full tensors, or with ``sequence_parallel``
+    this rank's slice of their dimension 0.
 
-    Some parameters hold several matrices one after the other: a gated activation's ``fc1_weight``,
-    and fused projections with ``qkv_weight_interleaved=False``. They are placed as ``Shard(0)``,
-    too, because checkpoints, ``fully_shard`` and optimizers need one contiguous piece on each rank.
-    But each rank computes with its rows of every matrix. So forward exchanges rows of the weight
-    between ranks, and backward rows of its gradient, in an all-to-all that sends at most one rank's
-    piece. The received rows take memory until backward.
+    Some parameters hold several matrices: a gated activation's ``fc1_weight``, and fused
+    projections with ``qkv_weight_interleaved=False``. They are also placed as ``Shard(0)``, because
+    checkpoints, ``fully_shard`` and optimizers need one contiguous piece per rank, although each
+    rank computes with its rows of every matrix. Therefore forward exchanges rows of the weight
+    between ranks, and backward rows of its gradient, in an all-to-all of at most one piece per
+    rank. The received rows are kept until backward.
 
     Args:
         sequence_parallel: True if input and output are split along dimension 0.
+
+    Raises:
+        TypeError: the module is not of one of these classes.
+        ValueError: the mesh has several dimensions, its ranks do not divide a size, or the module
+            is already split.
+        NotImplementedError: an option or parameter of the module is not supported, as for
+            ``ColumnParallel``.
     """
 
     _kinds = (LayerNormMLP, MultiheadAttention, TransformerLayer)
@@ -166,10 +180,16 @@ class LayerParallel(_Style):
 
 
 class SequenceParallel(_Style):
-    """Style for a ``LayerNorm`` or ``RMSNorm`` whose input is this rank's slice of dimension 0.
+    """Parallel style for a norm whose input is this rank's slice of dimension 0.
 
-    The parameters become replicated DTensors; backward sums their gradients over the ranks. Errors
-    are those of ``ColumnParallel``, but for these classes.
+    Pass it to ``torch.distributed.tensor.parallel.parallelize_module`` for a ``LayerNorm`` or
+    ``RMSNorm``. The parameters become replicated DTensors; backward sums their gradients over the
+    ranks.
+
+    Raises:
+        TypeError: the module is not a ``LayerNorm`` or ``RMSNorm``.
+        ValueError: the mesh has several dimensions, or a parameter is already a DTensor.
+        NotImplementedError: a parameter is not a plain ``torch.nn.Parameter``.
     """
 
     _kinds = (NormModule,)
@@ -182,12 +202,18 @@ class SequenceParallel(_Style):
 
 
 class Replicated(_Style):
-    """Style that replicates the parameters of a norm, linear layer or ``LayerNormMLP`` as DTensors.
+    """Parallel style that replicates a norm, linear layer or ``LayerNormMLP`` as DTensors.
 
-    The module's input must be equal on all ranks, because gradients are not summed. Use this style
-    in models that also have split modules: an optimizer that updates several parameters in one call
-    needs them to be all DTensors or all plain tensors. Errors are those of ``ColumnParallel``, but
-    for these classes.
+    Pass it to ``torch.distributed.tensor.parallel.parallelize_module``. The module's input must be
+    equal on all ranks, because gradients are not summed. Use this style in models that also have
+    split modules: an optimizer that updates several parameters in one call needs all of them as
+    DTensors, or none.
+
+    Raises:
+        TypeError: the module is not of one of these classes.
+        ValueError: the mesh has several dimensions, or the module is already split.
+        NotImplementedError: an option or parameter of the module is not supported, as for
+            ``ColumnParallel``.
     """
 
     _kinds = (NormModule, ParallelModule)

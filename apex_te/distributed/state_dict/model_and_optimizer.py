@@ -58,30 +58,30 @@ def get_state_dict(
             model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
         )
 
-    Names and shapes are those of the unsplit model on one rank. So the checkpoint can be loaded on
-    any number of ranks, also into the model in one process. If this rank has only a part of a
-    tensor, the entry is a ``SplitTensor`` that has the full tensor's shape and shares memory with
-    the model or optimizer.
+    Names and shapes are those of the unsplit model on one rank, so the checkpoint can be loaded on
+    any number of ranks, or in one process. Where this rank has only a part of a tensor, the entry
+    is a ``SplitTensor`` with the full tensor's shape, which shares memory with the model or
+    optimizer.
 
     FP8 weights are saved dequantized; those with free scales as FP8 data and scales, if ranks split
-    them in whole blocks. Ranks that split a module save one common FP8 state: the
-    largest of their amax values, the smallest of their scales. If amax values are reduced over
-    these ranks, that equals each rank's state after ``flush_fp8_state()``. With
-    ``reduce_amax=False`` the ranks' scales differ, and all continue from the smallest. Before
-    loading, call ``init_fp8_state``: the state dicts contain FP8 state only if it is allocated.
+    them in whole blocks. Ranks that split a module save one common FP8 state: the largest amax
+    values and the smallest scales. If amax values are reduced over these ranks, this equals each
+    rank's state after ``flush_fp8_state()``. With ``reduce_amax=False`` the ranks' scales differ,
+    and all resume with the smallest. Before loading, call ``init_fp8_state``: state dicts contain
+    FP8 state only if it is allocated.
 
     Args:
         model: the model.
         optimizers: an optimizer of the model, or several.
-        expert_group: process group over which the experts of every ``GroupedLinear`` are spread, or
-            None if every rank has all experts. Rank ``r`` has the experts from ``r * num_gemms``
-            on, as with ``TokenDispatcher``; the state dict numbers ``weight{i}`` and ``bias{i}``
-            accordingly, and with ``single_parameter`` has stacks of all experts. Required for a
-            model with a ``GroupedLinear`` on several ranks.
-        stacked: for parameters whose rows hold several matrices, each of them split over the ranks:
-            the matrices' relative sizes, by ``fnmatch`` patterns of names. Example:
-            ``{"*.fc1.weight": (1, 1)}`` for a gate and its factor in a column-parallel ``Linear``.
-            Not needed for a gated ``LayerNormMLP`` and ``MultiheadAttention``.
+        expert_group: process group over which the experts of every ``GroupedLinear`` are
+            distributed, or None if every rank has all experts. Rank ``r`` has the experts from ``r
+            * num_gemms`` on, as with ``TokenDispatcher``; the state dict numbers ``weight{i}`` and
+            ``bias{i}`` accordingly, and with ``single_parameter`` stacks all experts. Required for
+            a model with a ``GroupedLinear`` on several ranks.
+        stacked: relative sizes of the matrices in parameters whose rows hold several matrices, each
+            split over the ranks, by ``fnmatch`` patterns of names. Example: ``{"*.fc1.weight": (1,
+            1)}`` for gate and up in a column-parallel ``Linear``. Not needed for a gated
+            ``LayerNormMLP`` and ``MultiheadAttention``.
         options: ``StateDictOptions``, as in ``torch.distributed.checkpoint.state_dict``.
 
     Returns:
@@ -113,25 +113,25 @@ def set_state_dict(
     stacked: _Stacked = None,
     options: StateDictOptions | None = None,
 ) -> Any:
-    """Loads state dicts from ``get_state_dict`` that have been filled with a checkpoint's values.
+    """Loads state dicts from ``get_state_dict`` after a checkpoint was read into them.
 
-    State dicts of the unsplit model on one rank can be loaded, too: each rank takes its part of
-    each tensor. Arguments and errors that are not listed are those of ``get_state_dict``.
+    State dicts of the unsplit model can be loaded, too: each rank takes its part of each tensor.
 
     Args:
         model: the model.
         optimizers: an optimizer of the model, or several.
         model_state_dict: the model's state dict.
         optim_state_dict: the optimizers' state dict.
+        expert_group, stacked, options: as passed to ``get_state_dict``.
 
     Returns:
         The missing and unexpected keys, as from ``torch.nn.Module.load_state_dict``.
 
     Raises:
-        TypeError: the value for a split parameter is neither a plain tensor nor from
-            ``get_state_dict``.
-        ValueError: a plain tensor does not have the unsplit parameter's size, or a ``SplitTensor``
-            was made for another layout of ranks.
+        TypeError: an argument has a wrong type, or the value for a split parameter is neither a
+            plain tensor nor from ``get_state_dict``.
+        ValueError: a plain tensor does not have the unsplit parameter's size, a ``SplitTensor`` was
+            made for another layout of ranks, or ``expert_group`` or a ``tp_group`` is missing.
         NotImplementedError: ``broadcast_from_rank0`` is set for a split model.
     """
     shared: dict[str, Any] = {"expert_group": expert_group, "stacked": stacked, "options": options}
@@ -152,13 +152,17 @@ def get_model_state_dict(
 
     Args:
         model: the model.
-        expert_group, stacked, options: as in ``get_state_dict``.
+        expert_group: process group over which experts are distributed, or None; required for a
+            model with a ``GroupedLinear`` on several ranks.
+        stacked, options: as in ``get_state_dict``.
 
     Returns:
-        The first result of ``get_state_dict``.
+        The model's state dict, the first result of ``get_state_dict``.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: as for ``get_state_dict``.
+        TypeError: an argument has a wrong type.
+        ValueError: ``expert_group`` or a ``tp_group`` is missing, or ``stacked`` does not match.
+        NotImplementedError: ``full_state_dict`` is set for a split model.
     """
     owner = "get_model_state_dict"
     split = _split(owner, model, expert_group, stacked, options, "full_state_dict")
@@ -189,18 +193,21 @@ def set_model_state_dict(
     stacked: _Stacked = None,
     options: StateDictOptions | None = None,
 ) -> Any:
-    """Loads a model's state dict from ``get_model_state_dict``, or one of the unsplit model.
+    """Loads a state dict from ``get_model_state_dict``, or one of the unsplit model.
 
     Args:
         model: the model.
         model_state_dict: the model's state dict.
-        expert_group, stacked, options: as in ``get_state_dict``.
+        expert_group, stacked, options: as passed to ``get_state_dict``.
 
     Returns:
         The missing and unexpected keys, as from ``torch.nn.Module.load_state_dict``.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: as for ``set_state_dict``.
+        TypeError: an argument has a wrong type, or the value for a split parameter is neither a
+            plain tensor nor from ``get_model_state_dict``.
+        ValueError: a tensor's size or layout of ranks does not match.
+        NotImplementedError: ``broadcast_from_rank0`` is set for a split model.
     """
     owner = "set_model_state_dict"
     split = _split(owner, model, expert_group, stacked, options, "broadcast_from_rank0")
@@ -236,13 +243,18 @@ def get_optimizer_state_dict(
     Args:
         model: the model.
         optimizers: an optimizer of the model, or several.
-        expert_group, stacked, options: as in ``get_state_dict``.
+        expert_group: process group over which experts are distributed, or None; required for a
+            model with a ``GroupedLinear`` on several ranks.
+        stacked, options: as in ``get_state_dict``.
 
     Returns:
-        The second result of ``get_state_dict``.
+        The optimizers' state dict, the second result of ``get_state_dict``.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: as for ``get_state_dict``.
+        TypeError: an argument has a wrong type.
+        ValueError: ``expert_group`` or a ``tp_group`` is missing, or ``stacked`` does not match.
+        NotImplementedError: ``full_state_dict`` is set for a split model, or the optimizer state of
+            a split parameter has entries other than ``step``, numbers and tensors of its shape.
     """
     owner = "get_optimizer_state_dict"
     split = _split(owner, model, expert_group, stacked, options, "full_state_dict")
@@ -290,10 +302,13 @@ def set_optimizer_state_dict(
         model: the model.
         optimizers: an optimizer of the model, or several.
         optim_state_dict: the optimizers' state dict.
-        expert_group, stacked, options: as in ``get_state_dict``.
+        expert_group, stacked, options: as passed to ``get_state_dict``.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: as for ``set_state_dict``.
+        TypeError: an argument has a wrong type, or the value for a split parameter is neither a
+            plain tensor nor from ``get_optimizer_state_dict``.
+        ValueError: a tensor's size or layout of ranks does not match.
+        NotImplementedError: ``broadcast_from_rank0`` is set for a split model.
     """
     owner = "set_optimizer_state_dict"
     split = _split(owner, model, expert_group, stacked, options, "broadcast_from_rank0")

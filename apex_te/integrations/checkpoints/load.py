@@ -43,61 +43,62 @@ def from_fp8_checkpoint(
     fuse: bool = False,
     **from_pretrained: Any,
 ) -> nn.Module:
-    """Loads a checkpoint of Hugging Face that has FP8 weights, and holds them as they are.
+    """Loads a Hugging Face checkpoint with FP8 weights, and keeps its FP8 data and scales.
 
-    The codes and scales in the files become FP8 Parameters, which GEMMs read in ``fp8_autocast``,
-    also in backward; nothing is decoded. The weights of experts are stacked. ``from_torch``
-    converts the layers, except those whose weights are not in FP8 in the files.
-    ``conversion_summary`` lists the layers, with what holds their weights. Weights can be trained,
-    or frozen under LoRA. ``save_pretrained``, and ``export_fp8`` with ``layout="file"``, write the
-    layout that was read; weights that no step changed keep their bytes. If ranks have parts of the
-    model, all call them, and the first one writes.
+    The FP8 data and scales in the files become FP8 Parameters, which GEMMs read in
+    ``fp8_autocast``, also in backward, without decoding. Expert weights are stacked. ``from_torch``
+    converts the layers, except those whose weights are not FP8 in the files. ``conversion_summary``
+    lists the layers and how their weights are held. Weights can be trained, or frozen under LoRA.
+    ``save_pretrained``, and ``export_fp8`` with ``layout="file"``, write the layout that was read;
+    weights that no step changed are written bitwise unchanged. If the model is split over ranks,
+    all ranks call these, and the first one writes.
 
-    |``quant_method``|scales held as they are|recipe|
-    |---|---|---|
-    |``"fp8"``, ``"compressed-tensors"``, ``"modelopt"``|128x128 blocks|``BlockScaling``|
-    |the same, with dynamic inputs|one for a weight|``CurrentScaling``|
-    |the same, with static inputs|one for a weight|``DelayedScaling``, with the inputs' scales|
-    |``"compressed-tensors"``, ``"modelopt"``, ``"fbgemm_fp8"``|by channel|``RowwiseScaling``|
+    |``quant_method``|scales held as they are|recipe| |---|---|---| |``"fp8"``,
+    ``"compressed-tensors"``, ``"modelopt"``|128x128 blocks|``BlockScaling``| |the same, with
+    dynamic inputs|one for a weight|``CurrentScaling``| |the same, with static inputs|one for a
+    weight|``DelayedScaling``, with the inputs' scales| |``"compressed-tensors"``, ``"modelopt"``,
+    ``"fbgemm_fp8"``|by channel|``RowwiseScaling``|
 
-    Experts in MXFP4 (gpt-oss) are held in FP8 with 128x128 blocks, which have the same values where
-    the exponents of a block's groups differ by 14 at most; otherwise, as for other scales below.
-    Files of such a model get the layout of ``"fp8"``, with experts ``[experts, out, in]``. So are
-    weights in MXFP8 whose values the blocks have, which is rare unless groups' exponents are equal.
+    Experts in MXFP4 (gpt-oss) are held in FP8 with 128x128 blocks, which is exact if the exponents
+    within a block differ by at most 14; otherwise they are treated like other scales below. Such a
+    model is saved in the layout of ``"fp8"``, with experts ``[experts, out, in]``. The same holds
+    for weights in MXFP8 that blocks represent exactly, which is rare unless the exponents of a
+    block are equal.
 
-    Use ``model.hf_quantizer.recipe`` in ``fp8_autocast``; it has FBGEMM's ``activation_scale_ub``.
-    Weights with other scales are refused, unless ``recipe`` is given: it casts the decoded
-    weights again, one matrix at a time, and files of the model get the layout of ``"fp8"``, or of
-    ``"compressed-tensors"`` with ``RowwiseScaling``. The same happens to scales that differ where a
-    model joins weights, and to those that are not powers of two if the recipe's are.
+    Use ``model.hf_quantizer.recipe`` in ``fp8_autocast``; it includes FBGEMM's
+    ``activation_scale_ub``. Weights with other scales are refused unless ``recipe`` is given. They
+    are then decoded and quantized again by it, one matrix at a time, and the model is saved in the
+    layout of ``"fp8"``, or of ``"compressed-tensors"`` with ``RowwiseScaling``. The same applies to
+    different scales of weights that the model joins, and to scales that are not powers of two if
+    the recipe's are.
 
-    Experts with a gate and up projection that are not a multiple of 128 features get more features,
-    which are zeros and stay so; files do not have them.
+    If the sizes of experts' gate and up projections are not multiples of 128, they are padded with
+    zeros, which stay zero and are not saved.
 
-    Embeddings in FP8 are decoded to ``dtype``, with a warning, and files of the model have them so:
-    a look-up of rows cannot read FP8. A head in FP8 is held as any other layer.
+    FP8 embeddings are decoded to ``dtype``, with a warning, because a row look-up cannot read FP8;
+    they are also saved so. An FP8 output head is held like any other layer.
 
-    Tensors that the model's class does not have, such as scales of KV caches or layers that predict
-    several tokens, are left out, as transformers does.
+    Tensors that the model class does not have, such as scales of KV caches or multi-token
+    prediction layers, are skipped, as transformers does.
 
     Args:
-        path_or_name: folder, or name in the Hub, of a checkpoint in safetensors.
-        recipe: the recipe, or its name, whose weights are held; None for the checkpoint's own.
-        fuse: as in ``from_torch``.
-        from_pretrained: arguments of transformers' ``from_pretrained``, such as ``dtype``, which is
-            that of the other weights, and ``device_map``. With ``device_map="meta"`` the model has
-            no values, which ``load_fp8_shards`` reads.
+        path_or_name: folder, or name on the Hub, of a checkpoint in safetensors.
+        recipe: recipe, or its name, in which weights are held; None for the checkpoint's own.
+        fuse: also join layers, as in ``from_torch``.
+        from_pretrained: arguments of transformers' ``from_pretrained``, such as ``dtype``, that of
+            the other weights, and ``device_map``. With ``device_map="meta"`` the model has no
+            values; ``load_fp8_shards`` reads them.
 
     Returns:
-        A model of the class that the checkpoint names, in evaluation mode.
+        A model of the class named in the checkpoint, in evaluation mode.
 
     Raises:
         ImportError: transformers is not installed, or older than 5.23.
         TypeError: an argument has a wrong type.
-        ValueError: the checkpoint has no FP8 weights, or scales that do not fit them or the
+        ValueError: the checkpoint has no FP8 weights, or its scales do not match them or the
             configuration.
         NotImplementedError: the format, or the scales without ``recipe``, cannot be held; the
-            message names them, and for MXFP4 and MXFP8 the number of values.
+            message names them, and for MXFP4 and MXFP8 the number of affected values.
     """
     try:
         import transformers
@@ -144,24 +145,24 @@ def from_fp8_checkpoint(
 
 @named_arguments()
 def load_fp8_shards(model: nn.Module) -> None:
-    """Reads this rank's part of an FP8 checkpoint into a model that ranks have parts of, in place.
+    """Reads this rank's shards of an FP8 checkpoint into a sharded model, in place.
 
-    ``from_fp8_checkpoint`` with ``device_map="meta"`` makes a model without values. Its parameters
-    are then divided among ranks, by ``fully_shard`` or, for experts, as DTensors over another mesh;
-    ``model.to_empty(device=...)`` gives them memory. Of each tensor in the files a rank reads the
-    rows that it has, with the scales of their blocks, and of experts its own. So no rank holds a
-    whole copy of the model. Tensors that are not in FP8 are read in the same way.
+    First make the model without values by ``from_fp8_checkpoint(..., device_map="meta")``, shard
+    its parameters by ``fully_shard`` or, for experts, as DTensors over another mesh, and allocate
+    them by ``model.to_empty(device=...)``. Each rank then reads only its rows of each tensor, with
+    the scales of their blocks, and its experts, so that no rank holds a whole copy of the model.
+    Tensors that are not in FP8 are read in the same way.
 
     Args:
-        model: such a model, on a device; whole parameters are read whole.
+        model: the sharded model, on a device; unsharded parameters are read whole.
 
     Raises:
         TypeError: ``model`` is not a module.
-        ValueError: ``from_fp8_checkpoint`` has not made the model with ``device_map="meta"``, it is
-            still on the meta device, or the files lack a tensor.
-        NotImplementedError: parameters are not divided by rows, transformers makes them of the
-            files' tensors otherwise than by stacking and joining, or the scales differ within a
-            matrix that has one.
+        ValueError: the model was not made by ``from_fp8_checkpoint`` with ``device_map="meta"``, it
+            is still on the meta device, or the files lack a tensor.
+        NotImplementedError: parameters are sharded otherwise than by rows, transformers builds them
+            from the files' tensors otherwise than by stacking and concatenation, or parts of a
+            matrix with a single scale have different scales.
     """
     check_model("load_fp8_shards", model)
     quantizer: Any = getattr(model, "hf_quantizer", None)

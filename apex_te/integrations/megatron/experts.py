@@ -1,6 +1,6 @@
-"""``FusedGroupedMLP``, Megatron-Core's experts computed as one function in FP8.
+"""``FusedGroupedMLP``: Megatron-Core's experts as one function in FP8.
 
-Megatron-Core must find Transformer Engine's alias when it is imported.
+Megatron-Core must find the alias of Transformer Engine when it is imported.
 """
 
 from __future__ import annotations
@@ -69,29 +69,29 @@ class _Row(TERowParallelGroupedLinear, _Stacked):
 
 
 class FusedGroupedMLP(TEGroupedMLP):
-    """Megatron-Core's ``TEGroupedMLP``, in FP8 one function instead of FC1, activation and FC2.
+    """Megatron-Core's ``TEGroupedMLP`` with FC1, activation and FC2 as one function in FP8.
 
-    That is ``fc2(act(fc1(token)) * prob)`` for ``swiglu``, ``glu`` and ``reglu``, with the recipes
-    of ``GroupedLinear`` whose GEMMs take sizes on the device. Elsewhere the layers run one by one:
-    without FP8, with the recipe ``mxfp8``, and with hooks of a layer that are not Megatron's own.
-    Megatron's own forward computes other activations, ``moe_act`` in ``recompute_modules``, and
+    It computes ``fc2(act(fc1(token)) * prob)`` for ``swiglu``, ``glu`` and ``reglu``, with the
+    recipes of ``GroupedLinear`` whose GEMMs take sizes on the device. Without FP8, with the recipe
+    ``mxfp8``, and with hooks of a layer other than Megatron's, the layers run one after the other.
+    Megatron's own forward handles other activations, ``moe_act`` in ``recompute_modules``, and
     ``fine_grained_activation_offloading``. Tokens are not padded, and the host does not wait for
     ``tokens_per_expert``.
 
     The weights of a projection are one Parameter, ``linear_fc1.weight``, ``[local experts, out,
-    in]``. State dicts have them as ``linear_fc1.weight0`` .., and checkpoints of
-    ``dist_checkpointing``, also those of optimizers, are those of ``TEGroupedMLP`` and
+    in]``. State dicts have the keys ``linear_fc1.weight0`` .., and ``dist_checkpointing``
+    checkpoints, also those of optimizers, are compatible with ``TEGroupedMLP`` and
     ``SequentialMLP``.
 
     Args:
-        num_local_experts: number of experts of this rank.
+        num_local_experts: number of experts on this rank.
         config: Megatron's ``TransformerConfig``.
         submodules: as for ``TEGroupedMLP``; only ``activation_func`` is used.
-        pg_collection: Megatron's groups of ranks.
+        pg_collection: Megatron's process groups.
 
     Raises:
         NotImplementedError: ``config`` asks for biases or for weights in FP8.
-        ValueError: ``config.moe_apply_probs_on_input`` with several experts for each token.
+        ValueError: ``config.moe_apply_probs_on_input`` is set with several experts for each token.
     """
 
     def __init__(
@@ -237,7 +237,7 @@ def _joined(shards: list[Any], loaded: list[Any]) -> torch.Tensor:
 
 
 def use_fused_experts(spec: Any) -> Any:
-    """Has the grouped experts in a model's specification built as ``FusedGroupedMLP``.
+    """Replaces the grouped experts in a layer specification by ``FusedGroupedMLP``.
 
     Args:
         spec: Megatron's specification of a layer or a block, with ``moe_grouped_gemm=True``;
@@ -247,7 +247,7 @@ def use_fused_experts(spec: Any) -> Any:
         ``spec``.
 
     Raises:
-        ValueError: ``spec`` is not one of grouped experts.
+        ValueError: ``spec`` does not have grouped experts.
     """
     if not _replace(spec):
         raise ValueError(

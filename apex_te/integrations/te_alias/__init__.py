@@ -1,9 +1,8 @@
-"""Importing of ``apex_te.integrations.transformer_engine`` by the name ``transformer_engine``.
+"""Makes ``apex_te.integrations.transformer_engine`` importable as ``transformer_engine``.
 
-Frameworks look for that module and for the metadata of a distribution ``transformer-engine``. Both
-are provided in one of three ways: ``install`` and ``APEX_TE_TRANSFORMER_ENGINE=1`` for one process,
-files in an environment (``python -m apex_te install-alias``) for all of its processes. Nothing here
-imports torch.
+Frameworks look for that module and for the metadata of a distribution ``transformer-engine``.
+``install`` and ``APEX_TE_TRANSFORMER_ENGINE=1`` provide both in one process, ``python -m apex_te
+install-alias`` in all processes of an environment. Nothing here imports torch.
 """
 
 from ...compatibility import aliases
@@ -17,13 +16,13 @@ __all__ = [
 def install(*, missing_ok: bool = False) -> bool:
     """Makes ``import transformer_engine`` give apex_te's modules, in this process.
 
-    To be called before a framework is imported, since some look for Transformer Engine only once.
-    Frameworks that find it may change their defaults. Calling it again changes nothing; where the
-    files of ``python -m apex_te install-alias`` are present these serve.
+    Call it before importing a framework, since some look for Transformer Engine only once.
+    Frameworks that find it may change their defaults. Calling it again changes nothing; if the
+    files of ``python -m apex_te install-alias`` are present, they are used.
 
     Args:
-        missing_ok: True to return False instead of raising an error beside a real Transformer
-            Engine.
+        missing_ok: return False instead of raising an error if a real Transformer Engine is
+            installed.
 
     Returns:
         True if the alias is installed.
@@ -43,8 +42,8 @@ def install_from_environment() -> None:
 def uninstall() -> None:
     """Undoes ``install``, and removes the alias's modules from ``sys.modules``.
 
-    References that a program holds stay valid. Modules of a real Transformer Engine, and the files
-    that ``python -m apex_te install-alias`` wrote, are not touched.
+    Existing references stay valid. Modules of a real Transformer Engine, and the files written by
+    ``python -m apex_te install-alias``, are not touched.
     """
     aliases.uninstall(TRANSFORMER_ENGINE)
 
