@@ -22,16 +22,15 @@ def _is_number(value: Any) -> TypeGuard[int | float]:
 
 
 class LossScaler:
-    """Loss scale that is halved after non-finite gradients, doubled after many finite ones.
+    """Loss scaler: halves its scale after non-finite gradients, doubles it after many finite ones.
 
     An update is clean if all gradients were finite. The algorithm is apex.amp's, with the
     hysteresis of its ``update_scale_hysteresis``. The state consists of float32 scalars on the
     device of the last loss: the scale; ``unskipped``, the number of clean updates since the scale
     was last doubled or an update was not clean; ``hysteresis``, the number of further successive
     unclean updates until the scale is halved (0 or less: the next one halves it); and ``skipped``,
-    the number of all unclean updates.
-    ``loss_scale()``, ``skipped()`` and ``state_dict()`` read them and wait for the device; no other
-    method waits.
+    the number of all unclean updates. ``loss_scale()``, ``skipped()`` and ``state_dict()`` read
+    them and wait for the device; no other method waits.
 
     Args:
         loss_scale: "dynamic" for a scale that starts at 2**16, or a number that stays fixed.
@@ -95,7 +94,7 @@ class LossScaler:
         self._held: torch.Tensor | None = None
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Returns ``loss.float() * scale``, and moves the state to the device of ``loss``."""
+        """Returns ``loss.float() * scale``; moves the scaler's state to the device of ``loss``."""
         if self.is_one:
             return loss.float()
         if self._scale.device != loss.device:
@@ -114,10 +113,10 @@ class LossScaler:
 
     @torch.no_grad()
     def update(self, found_inf: torch.Tensor) -> None:
-        """Halves, doubles or keeps a dynamic scale; a fixed scale stays as it is.
+        """Updates a dynamic scale after a step; a fixed scale does not change.
 
         Args:
-            found_inf: tensor of one element, not 0 if a gradient was not finite.
+            found_inf: tensor of one element, nonzero if a gradient was not finite.
         """
         if not self.dynamic:
             return

@@ -34,16 +34,16 @@ def checkpoint(
     The recompute uses the random states (CPU, CUDA, tracker), the ``torch.autocast`` and
     ``fp8_autocast`` regions and the FP8 scales of the first run, even if the scales were updated in
     between (several microbatches in flight). It records no amax values, so the FP8 state is the
-    same as without a checkpoint. The earlier order
-    ``checkpoint(function, distribute_saved_activations, get_cuda_rng_tracker, tp_group, *args)``
-    still works, with a warning.
+    same as without a checkpoint. The earlier order ``checkpoint(function,
+    distribute_saved_activations, get_cuda_rng_tracker, tp_group, *args)`` still works, with a
+    warning.
 
     Args:
         function: any callable.
         args: positional arguments of ``function``.
         distribute_saved_activations: save the first tensor among the arguments only once per
             ``tp_group``. The tensor is flattened, each rank saves an equal share, and backward
-            gathers the shares. It must be equal on all ranks, so sequence parallelism is excluded.
+            gathers the shares. It must be equal on all ranks, which excludes sequence parallelism.
             Requires ``tp_group`` and ``use_reentrant=True``.
         get_rng_state_tracker: function that returns a tracker with ``get_states`` and
             ``set_states``, such as a ``CudaRNGStatesTracker``; None if there is none. The earlier

@@ -38,8 +38,8 @@ def add_fp8_arguments(parser: argparse.ArgumentParser) -> Any:
       ``fp8_autocast(enabled=False)``.
 
     Raises:
-        TypeError: ``parser`` takes no argument group.
-        argparse.ArgumentError: ``parser`` has one of the switches already.
+        TypeError: ``parser`` does not support argument groups.
+        argparse.ArgumentError: ``parser`` already has one of the switches.
     """
     if not hasattr(parser, "add_argument_group"):
         raise TypeError(
@@ -74,10 +74,10 @@ def add_fp8_arguments(parser: argparse.ArgumentParser) -> Any:
 
 
 def recipe_from_arguments(args: argparse.Namespace) -> Recipe | None:
-    """Returns the recipe that the parsed switches choose; None if they do not turn FP8 on.
+    """Returns the recipe that the parsed switches select, or None if they do not turn FP8 on.
 
-    ``--fp8-format`` alone chooses delayed scaling; ``--fp8-recipe`` alone chooses that recipe's
-    default format. Without either switch the result is None.
+    ``--fp8-format`` alone selects delayed scaling; ``--fp8-recipe`` alone selects that recipe's
+    default format.
 
     Args:
         args: result of a parser to which ``add_fp8_arguments`` has added the switches.

@@ -155,9 +155,9 @@ class fp8_autocast:
     """Context manager and decorator that runs the modules inside in FP8, for one thread.
 
     ``fp8_autocast("tensorwise")``, ``fp8_autocast(fp8_recipe="tensorwise")`` and
-    ``fp8_autocast(True, "tensorwise")`` are the same. Transformer Engine's order ``(enabled,
+    ``fp8_autocast(True, "tensorwise")`` are equivalent. Transformer Engine's order ``(enabled,
     calibrating, recipe, group)`` and its newer names ``recipe`` and ``amax_reduction_group`` are
-    accepted, too.
+    also accepted.
 
     Args:
         recipe_or_enabled: a recipe or its name, as ``fp8_recipe``; or a bool, as ``enabled``.
@@ -169,9 +169,8 @@ class fp8_autocast:
             modules: data-, tensor- and expert-parallel ranks may share a group, pipeline stages may
             not. The first update raises ``RankMismatchError`` if the ranks' modules differ in
             number, size, class, the ``layer_number`` of their ``TransformerLayer`` or
-            ``MultiheadAttention``, or the pipeline stage that Megatron knows. Stages that are equal
-            in all of these are not detected: the amax values of one then make the scales of the
-            other too small.
+            ``MultiheadAttention``, or Megatron's pipeline stage. Stages that agree in all of these
+            are not detected: amax values of one then make the scales of the other too small.
         amax_reduction_group: another name of ``fp8_group``.
         enabled: run in FP8; False inside an enabled region turns FP8 off there.
         calibrating: record amax values even if ``enabled`` is False; results are then bf16 or fp32.
@@ -183,23 +182,23 @@ class fp8_autocast:
             cached, held in FP8, sharded by ``fully_shard``, or in a ``GroupedLinear`` without
             ``single_parameter`` are not affected.
         save: what ``LayerNormLinear`` and ``LayerNormMLP``, and modules made of them such as
-            ``TransformerLayer``, save for backward when they run in FP8. ``"all"`` saves what
-            backward reads. ``"small"`` saves less and casts more: the FP8 copy of a norm's output
-            is computed again from the norm's input, bitwise; the output of an MLP's first GEMM
-            (gate and up) is held in E4M3 with a scale for each 1x128 block, and the activation is
-            computed from it again, which rounds the MLP's gradients; of a weight that is joined
-            from several parameters only the columnwise FP8 copy is saved, as with
-            ``keep_columnwise_weights``. Outputs do not change.
-            Norm outputs that sequence parallelism gathers in FP8 are saved as with ``"all"``, as is
-            the input of a GEMM whose recipe has ``backward="dequantized"``.
+            ``TransformerLayer``, save for backward in FP8. ``"all"`` saves everything that backward
+            reads. ``"small"`` saves less and recomputes more: the FP8 copy of a norm's output is
+            recomputed from the norm's input, bitwise identical; the output of an MLP's first GEMM
+            (gate and up) is saved in E4M3 with a scale for each 1x128 block, and the activation is
+            recomputed from it, which rounds the MLP's gradients; of a weight that is joined from
+            several parameters only the columnwise FP8 copy is saved, as with
+            ``keep_columnwise_weights``. Outputs do not change. Norm outputs that sequence
+            parallelism gathers in FP8, and the input of a GEMM whose recipe has
+            ``backward="dequantized"``, are saved as with ``"all"``.
 
-    Regions may be nested. Scales are updated on entering an outermost region with grad enabled,
-    once as many regions as the recipe's ``interval`` have passed since the last update. They are
-    also updated on leaving an outermost calibrating region without grad, unless a region with grad
+    Regions may be nested. Scales are updated on entry to an outermost region with grad enabled,
+    once the recipe's ``interval`` of regions has passed since the last update. They are also
+    updated on exit from an outermost calibrating region without grad, unless a region with grad
     awaits its update. Both are collective over ``fp8_group``.
 
     An evaluation (an outermost region without grad that does not calibrate) changes no state, but
-    reads the scales that a pending update will give. Exceptions: it reads the scales of the last
+    uses the scales that a pending update will give. Exceptions: it uses the scales of the last
     update if the pending one is collective over several ranks, because these may not all enter the
     evaluation, or if torch.compile or a CUDA graph captures the region with its code. To apply a
     pending update before an evaluation, call ``apex_te.flush_fp8_state()`` on all ranks.
@@ -208,13 +207,13 @@ class fp8_autocast:
     separately; an update covers the modules that last ran in a region with its group and
     ``reduce_amax``.
 
-    A region ends with its ``with`` block; blocks may be left in any order and thread. A suspended
-    generator leaves its block when it is closed. Until then the thread that ran it stays in the
-    region; another thread that continues the generator is in no region.
+    A region ends with its ``with`` block; blocks may be left in any order and by any thread. A
+    suspended generator leaves its block when it is closed. Until then the thread that ran it stays
+    in the region; another thread that resumes the generator is not in a region.
 
     Delayed scaling counts the regions of all threads together, and an update covers all models of
-    the process. Only one thread at a time may train with it; a warning tells if two are in a region
-    at once. Evaluations, and recipes without state, may run in any number of threads.
+    the process. Only one thread at a time may train with it; a warning is raised if two are in a
+    region at once. Evaluations, and recipes without state, may run in any number of threads.
 
     Raises:
         TypeError: an argument has a wrong type, or is given twice.

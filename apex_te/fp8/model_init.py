@@ -41,21 +41,21 @@ _local = _Local()
 
 
 class fp8_model_init:
-    """Context manager in which modules are constructed with the weights of their GEMMs in FP8 only.
+    """Context manager that constructs modules with the weights of their GEMMs in FP8 only.
 
-    Such a weight is an ``apex_te.parameter.FP8Parameter``: a ``torch.nn.Parameter`` of the module's
-    ``params_dtype`` that takes one byte per element. Inside ``fp8_autocast`` GEMMs read its FP8
-    data; elsewhere, and in regions with another scheme than the weight's recipe, they read its
-    values. State dicts hold the values in ``params_dtype``; loading one quantizes them. With
-    ``BlockScaling(pow2=False)``, whose values do not restore the scales, they hold the FP8 data and
-    scales. The context applies to one thread; blocks may be nested, and left in any order and by
-    any thread.
+    Such a weight is an ``apex_te.parameter.FP8Parameter``: a ``torch.nn.Parameter`` with the
+    module's ``params_dtype`` that takes one byte per element. Inside ``fp8_autocast`` GEMMs read
+    its FP8 data; elsewhere, and in regions with another scheme than the weight's recipe, they read
+    its values. State dicts contain the values in ``params_dtype``; loading quantizes them. With
+    ``BlockScaling(pow2=False)``, whose scales cannot be restored from the values, they contain the
+    FP8 data and scales. The context applies to one thread; blocks may be nested, and left in any
+    order and by any thread.
 
     Args:
         enabled: False turns off an enabled ``fp8_model_init`` around this one.
         recipe: recipe, or its name, with which weights are quantized when they are created and
             whenever they are written to. The default ``DelayedScaling()`` computes the scale of a
-            weight from its present amax here.
+            weight from its current amax here.
         preserve_high_precision_init_val: keep the values before quantization on the CPU, for an
             optimizer's master weight: ``weight.get_high_precision_init_val()`` returns them, and
             ``weight.clear_high_precision_init_val()`` frees them.

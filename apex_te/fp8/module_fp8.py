@@ -315,7 +315,7 @@ def init_fp8_state(model: torch.nn.Module, recipe: Recipe | str | None = None) -
     """Allocates the FP8 state of every module in ``model`` before its first forward.
 
     Call this before loading a distributed checkpoint, which loads only keys that the model already
-    has. State that exists is kept.
+    has. Existing state is kept.
 
     Args:
         model: a model or one module.

@@ -33,12 +33,12 @@ class fp8_statistics:
     is one outermost ``fp8_autocast`` region entered with grad enabled. Evaluations, recomputes,
     weights that are cached or held in FP8, forwards run by ``torch.compile`` or a CUDA graph, and a
     ``GroupedLinear`` whose ``m_splits`` is a tensor on the GPU are not recorded. The model's
-    results do not change. The figures stay on the device, without synchronisation, until they are
-    read. A recorded step reads each tensor a few more times.
+    results do not change. The statistics stay on the device, without synchronisation, until they
+    are read. A recorded step reads each tensor a few extra times.
 
     Args:
         model: module whose FP8 modules are observed.
-        every: record one in this many steps, beginning with the first.
+        every: record every this many steps, starting with the first.
         capacity: number of recorded steps that are kept; newer ones overwrite the oldest.
 
     Raises:
@@ -233,7 +233,7 @@ class fp8_statistics:
     def plot(self, path: str | os.PathLike) -> None:
         """Draws heat maps of amax, scale, saturation and underflow into the file ``path``.
 
-        Rows are tensors in the order of the model, columns are steps. The file's suffix determines
+        Rows are tensors in model order, columns are recorded steps. The file's suffix determines
         the format (png, svg, pdf).
 
         Raises:

@@ -203,7 +203,8 @@ def load_te_extra_state(
         The names of the modules whose state was set.
 
     Raises:
-        TypeError: an extra state has a type that no release of TransformerEngine saves.
+        TypeError: an argument has a wrong type, or an extra state has a type that no release of
+            TransformerEngine saves.
         TEStateError: an extra state is damaged, would run code when unpickled, or has another
             number of slots than the module.
 

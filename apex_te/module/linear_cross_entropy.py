@@ -50,7 +50,7 @@ def linear_cross_entropy(
             ``ignore_index``, raises ValueError on the CPU and gives NaN on the GPU.
         bias: ``[vocabulary]`` in the dtype of ``hidden``, or None.
         ignore_index: rows with this target have loss 0 and gradient 0 and do not count.
-        label_smoothing: in [0, 1], share of the target's probability spread over the vocabulary.
+        label_smoothing: in [0, 1], fraction of the target's probability spread over the vocabulary.
         reduction: "mean" over rows that are not ignored, "sum" or "none".
         fp8_recipe: recipe without state, or its name, such as ``"tensorwise"`` or ``"blockwise"``,
             with which the three GEMMs run in FP8. None computes them in the dtype of ``hidden``,
@@ -61,9 +61,9 @@ def linear_cross_entropy(
             ``hidden`` (the default) or float32.
         tp_group: process group over which the vocabulary is split; None means that this rank has
             all of it.
-        first_index: index in the vocabulary of this rank's first row of ``weight``. None means that
-            all ranks have equally many rows, in the order of ranks.
-        vocab_size: number of rows of all ranks together; required with ``first_index``.
+        first_index: vocabulary index of this rank's first row of ``weight``. None means that all
+            ranks have equally many rows, in rank order.
+        vocab_size: total number of rows; required with ``first_index``.
 
     Returns:
         The loss in float32: a scalar, or with "none" the losses in the shape of ``target``.
@@ -72,7 +72,7 @@ def linear_cross_entropy(
         TypeError: dtypes do not match, or ``tp_group`` is not a process group.
         ValueError: a shape or option does not match, tensors are on different devices, or the
             recipe keeps state.
-        NotImplementedError: the recipe has another ``backward`` than None.
+        NotImplementedError: the recipe's ``backward`` is not None.
     """
     loss: torch.Tensor = head_losses(
         _LinearCrossEntropy, hidden, weight, target, bias,

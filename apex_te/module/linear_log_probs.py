@@ -35,15 +35,14 @@ def linear_log_probs(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Computes ``log_softmax((hidden @ weight.T + bias) / temperature)`` of the tokens ``targets``.
 
-    Losses of policies and preferences (GRPO, PPO, DPO) are made from these. The logits of a chunk
-    of rows exist at a time; backward, which may run repeatedly, computes them again. Results are
-    differentiable with respect to ``hidden``, ``weight`` and ``bias``, for any incoming gradients.
-    Logits are rounded to the dtype of ``hidden`` before and after the division by ``temperature``;
-    everything after them is computed in float32. Under ``torch.autocast`` hidden states, weight and
-    bias are cast to its dtype.
+    Policy and preference losses (GRPO, PPO, DPO) use these. Only the logits of one chunk of rows
+    exist at a time; backward, which may run repeatedly, recomputes them. Results are differentiable
+    in ``hidden``, ``weight`` and ``bias``. Logits are rounded to the dtype of ``hidden`` before and
+    after the division by ``temperature``; everything after that is float32. Under
+    ``torch.autocast`` hidden states, weight and bias are cast to its dtype.
 
-    With ``tp_group`` each rank has the weight's rows for a part of the vocabulary; hidden states
-    and targets are equal on all ranks, and so are the results.
+    With ``tp_group`` each rank has the weight's rows for a part of the vocabulary; hidden states,
+    targets and results are equal on all ranks.
 
     Args:
         hidden: hidden states ``[..., in]`` in float32, float16 or bfloat16.
@@ -55,12 +54,18 @@ def linear_log_probs(
         temperature: positive number that divides the logits.
         return_entropy: also return the entropy of each row's distribution over the vocabulary.
         ignore_index: rows with this target have log-probability, entropy and gradient 0.
-        fp8_recipe, chunk_rows, weight_grad_dtype: as for ``linear_cross_entropy``.
-        tp_group, first_index, vocab_size: as for ``linear_cross_entropy``.
+        fp8_recipe: recipe without state, or its name, with which the GEMMs run in FP8. None
+            computes them in the dtype of ``hidden``, even inside ``fp8_autocast``.
+        chunk_rows, weight_grad_dtype: as in ``linear_cross_entropy``.
+        tp_group: process group over which the vocabulary is split; None means that this rank has
+            all of it.
+        first_index: vocabulary index of this rank's first row of ``weight``. None means that all
+            ranks have equally many rows, in rank order.
+        vocab_size: total number of rows; required with ``first_index``.
 
     Returns:
-        The log-probabilities in float32, in the shape of ``targets``; with ``return_entropy`` a
-        tuple of them and of the entropies, likewise.
+        The log-probabilities, float32 in the shape of ``targets``; with ``return_entropy`` a tuple
+        of them and the entropies, in the same shape and dtype.
 
     Raises:
         TypeError: dtypes do not match, or an argument has a wrong type.

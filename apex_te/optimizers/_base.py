@@ -197,7 +197,7 @@ class FusedOptimizer(SavingOptimizer):
         """Updates the parameters that have a gradient.
 
         Args:
-            closure: evaluates the model again and returns the loss.
+            closure: re-evaluates the model and returns the loss.
             grad_scaler: keyword only; a ``torch.amp.GradScaler``. The gradients are divided by the
                 scaler's scale, and the step is skipped if the scaler found non-finite gradients;
                 the host does not wait. ``grad_scaler.step(optimizer)`` has the same effect. As with

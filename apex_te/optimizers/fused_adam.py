@@ -27,8 +27,8 @@ class FusedAdam(FusedOptimizer):
 
     Args:
         params: parameters or parameter groups. Parameters may be float32, float16, bfloat16 and
-            FP8, in any mixture and on any devices. FP8 parameters need master weights; a
-            step updates them by ``param.copy_(master)``. Parameters may be DTensors, sharded or
+            FP8, in any combination and on any devices. FP8 parameters need master weights; a step
+            updates them by ``param.copy_(master)``. Parameters may be DTensors, sharded or
             replicated over any meshes. A rank then updates its local tensor, bitwise as in an
             update of the whole tensor, and the state consists of DTensors with the parameter's
             placements. A gradient with other placements is redistributed.
@@ -45,10 +45,10 @@ class FusedAdam(FusedOptimizer):
             Change the rate by ``group["lr"].fill_``, as torch's schedulers do.
         master_weights: True keeps a float32 copy of every 16-bit or FP8 parameter. The step updates
             the copy, and the parameter is its rounded value. The first step makes the copies: load
-            a model's weights before it, or together with this optimizer's state. False or
-            None keeps none. A list gives the caller's float32 copies, one for each parameter in
-            order, with None or the parameter itself for plain float32 parameters; the step updates
-            these tensors.
+            a model's weights before it, or together with this optimizer's state. False or None
+            keeps none. A list gives the caller's float32 copies, one for each parameter in order,
+            with None or the parameter itself for plain float32 parameters; the step updates these
+            tensors.
         master_weight_dtype: dtype of master weights between steps: torch.float32, or torch.float16
             with a scale for each tensor.
         exp_avg_dtype, exp_avg_sq_dtype: dtypes of the moments between steps: torch.float32 or

@@ -27,9 +27,11 @@ class FusedLAMB(FusedOptimizer):
     float32 copies of a rank's shards.
 
     Args:
-        params, lr, bias_correction, betas, eps, weight_decay, amsgrad, adam_w_mode, set_grad_none,
-            capturable, master_weights, master_weight_dtype, exp_avg_dtype, exp_avg_sq_dtype: as
-            for ``FusedAdam``; the defaults of ``eps`` and ``weight_decay`` are LAMB's.
+        params: parameters or parameter groups, in float32, float16, bfloat16 or, with master weights,
+            FP8.
+        lr, bias_correction, betas, eps, weight_decay, amsgrad, adam_w_mode, set_grad_none,
+            capturable, master_weights, master_weight_dtype, exp_avg_dtype, exp_avg_sq_dtype: as in
+            ``FusedAdam``; the defaults of ``eps`` and ``weight_decay`` are LAMB's.
         grad_averaging: add the gradient to ``exp_avg`` with weight ``1 - betas[0]``; False uses
             weight 1.
         max_grad_norm: clip the joint norm of all gradients of all groups to this value; 0 does not

@@ -23,17 +23,18 @@ class FusedSGD(FusedOptimizer):
     dampening, ``master_param`` with master weights.
 
     Args:
-        params, lr, set_grad_none, capturable, master_weights, master_weight_dtype: as for
-            ``FusedAdam``.
+        params: parameters or parameter groups, in float32, float16, bfloat16 or, with master weights,
+            FP8.
+        lr, set_grad_none, capturable, master_weights, master_weight_dtype: as in ``FusedAdam``.
         momentum: factor of the momentum buffer at each step; 0 keeps no buffers.
         dampening: the gradient is added to the momentum buffer with weight ``1 - dampening``; at
             the first step with weight 1.
         weight_decay: coefficient of the L2 term that is added to the gradient.
-        nesterov: look ahead by one momentum step; needs momentum and no dampening.
+        nesterov: use Nesterov momentum; requires momentum and no dampening.
         wd_after_momentum: add the L2 term to the update after the momentum, instead of to the
             gradient: ``param -= lr * (update + weight_decay * param)``.
         momentum_dtype: dtype of the momentum buffers between steps, torch.float32 or
-            torch.bfloat16; see ``exp_avg_dtype`` of ``FusedAdam``.
+            torch.bfloat16.
 
     Raises:
         TypeError: a dtype is not supported.

@@ -33,15 +33,15 @@ local = _Local()
 class batch_invariant:
     """Context manager and decorator in which a row's output does not depend on the batch.
 
-    A token's output is then bitwise the same for any number and values of other rows, alone or with
-    others, and as one query with a KV cache or within the whole sequence. So a rollout and the
-    training forward over its tokens have equal log-probabilities. The mode is the calling thread's,
-    and that of a forward also holds for its recompute in backward. Gradients are computed as
-    without it. ``APEX_TE_BATCH_INVARIANT=1`` in the environment turns it on everywhere.
+    A token's output is then bitwise the same for any number and values of other rows, and as one
+    query with a KV cache or within the whole sequence, so that a rollout and the training forward
+    over its tokens have equal log-probabilities. The mode applies to the calling thread, and the
+    mode of a forward also applies to its recompute in backward. Gradients are computed as without
+    it. ``APEX_TE_BATCH_INVARIANT=1`` in the environment turns it on globally.
 
-    It holds for the linear layers, norms, attention, ``TransformerLayer`` and ``linear_log_probs``,
-    in bf16, fp16, fp32 and with ``BlockScaling`` and ``RowwiseScaling``. What cannot keep the
-    promise raises NotImplementedError: other recipes, experts, layers split over ranks, dropout.
+    It covers the linear layers, norms, attention, ``TransformerLayer`` and ``linear_log_probs``, in
+    bf16, fp16, fp32 and with ``BlockScaling`` and ``RowwiseScaling``. Anything else that cannot be
+    invariant raises NotImplementedError: other recipes, experts, layers split over ranks, dropout.
 
     Args:
         enabled: False turns the mode off inside.

@@ -23,7 +23,7 @@ _nonfinite: dict[torch.device, torch.Tensor] = {}
 
 
 def nonfinite_count(device: torch.device | str = "cpu") -> torch.Tensor:
-    """Returns how many Inf and NaN amax values scale updates have found so far, int32 ``[1]``.
+    """Returns the number of Inf and NaN amax values that scale updates have found, int32 ``[1]``.
 
     The tensor is the counter itself, so later updates add to it.
 

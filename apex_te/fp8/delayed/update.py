@@ -113,7 +113,7 @@ def update_if_due(recipe: Any, amax_group: AmaxGroup) -> None:
 def flush_fp8_state(group: Any = None) -> None:
     """Applies pending scale updates now; collective over the ``fp8_group`` of the regions.
 
-    Without this call, a later ``fp8_autocast`` updates scales on entering. Call it before saving if
+    Without this call, the next ``fp8_autocast`` updates scales on entry. Call it before saving if
     all ranks must save equal scales. It does nothing if no region has run since the last update.
 
     Args:
@@ -124,7 +124,7 @@ def flush_fp8_state(group: Any = None) -> None:
         TypeError: ``group`` is not a process group.
         ValueError: no region had this ``group``, but regions that reduce amax values over other
             groups are pending.
-        Exception: a recipe's function raised it; all other modules were updated first.
+        Exception: a callable of a recipe raised it; all other modules were updated first.
     """
     if group is not None and not is_process_group(group):
         raise TypeError(

@@ -39,21 +39,21 @@ class _Initial:
 
 
 class FP8Parameter(torch.Tensor):
-    """A weight ``[rows, cols]`` of a high-precision dtype that is stored as FP8 data and scales.
+    """Weight ``[rows, cols]`` with a high-precision dtype, stored as FP8 data and scales.
 
-    It may also be a stack of such weights, ``[count, rows, cols]``, each with its own scales.
+    It may also be a stack ``[count, rows, cols]`` of weights with separate scales.
 
     It behaves as a tensor of ``dtype`` (float32, float16, bfloat16 or float64), and becomes a
     ``torch.nn.Parameter`` if wrapped in one; its gradient also has that dtype. GEMMs of modules
     read the FP8 data, all other ops the values. Every write (``copy_``, an optimizer's in-place
-    step, ``load_state_dict``) quantizes the new values; float32 values are not rounded to
-    ``dtype`` before. The scale comes from the new values, even with delayed scaling. A single scale
-    for the whole weight comes from the amax rounded to bfloat16, so that loading saved values
-    restores the data. A write to an FSDP2 shard of a weight with one scale is collective: the amax
-    is the maximum over the ranks that have the shards.
+    step, ``load_state_dict``) quantizes the new values; float32 values are not rounded to ``dtype``
+    before. The scale comes from the new values, even with delayed scaling. A single scale for the
+    whole weight comes from the amax rounded to bfloat16, so that loading saved values restores the
+    data. A write to an FSDP2 shard of a weight with one scale is collective: the amax is the
+    maximum over the ranks that have the shards.
 
-    With ``from_codes`` and ``set_codes_`` FP8 data and scales are given, and used and saved as they
-    are. A write then leaves the elements of a scale as they are unless it changes one of them.
+    With ``from_codes`` and ``set_codes_``, FP8 data and scales are given, used and saved unchanged.
+    A later write leaves the elements that share a scale unchanged unless it changes one of them.
 
     For its GEMMs, backward makes the transpose of the FP8 data (the columnwise copy, [cols, rows]),
     and drops it afterwards unless a module's weight cache keeps it.
@@ -148,34 +148,40 @@ class FP8Parameter(torch.Tensor):
         recipe: Recipe | str,
         dtype: torch.dtype,
     ) -> FP8Parameter:
-        """Makes a weight of FP8 data and scales that a file has, for example.
+        """Makes a weight from FP8 data and scales, such as those of a checkpoint.
 
-        Later writes quantize by ``recipe``.
+        Later writes quantize with ``recipe``.
 
         Args:
             codes: FP8 data [rows, cols], or [count, rows, cols] for a stack, in the dtype of the
                 recipe's weights (float8_e4m3fn); contiguous data are not copied.
-            scale_inv: float32, by which data are multiplied: [ceil(rows / 128), ceil(cols / 128)]
-                with block scaling, [1] or [] with one scale; of a stack, with ``count`` before.
+            scale_inv: float32, by which the data is multiplied: [ceil(rows / 128), ceil(cols /
+                128)] with block scaling, [1] or [] with one scale; of a stack, with ``count``
+                before.
             dtype: the nominal dtype.
 
         Raises:
             TypeError: an argument has a wrong type or dtype.
             ValueError: a shape is not as described.
-            NotImplementedError: weights of ``recipe`` have other data in their columnwise copy.
+            NotImplementedError: ``recipe`` stores separate data in the columnwise copy.
         """
         _check_dtype(dtype)
         recipe = stored_recipe(chosen_recipe("FP8Parameter", "recipe", recipe))
         return cls(held_codes(recipe, codes, scale_inv), recipe, dtype)
 
     def set_codes_(self, codes: torch.Tensor, scale_inv: torch.Tensor) -> FP8Parameter:
-        """Copies FP8 data and scales, as ``from_codes`` takes them, to the weight; returns it.
+        """Copies FP8 data and scales into the weight, and returns it.
 
-        Of a shard of FSDP2, the arguments are this rank's rows and their scales.
+        For an FSDP2 shard, pass this rank's rows and their scales.
+
+        Args:
+            codes: FP8 data in the weight's shape, in float8_e4m3fn.
+            scale_inv: float32 scales, as in ``from_codes``.
 
         Raises:
-            TypeError, ValueError, NotImplementedError: as for ``from_codes``, or ``codes`` have
-                another shape than this weight, or this is a part of a weight.
+            TypeError: an argument has a wrong type or dtype.
+            ValueError: a shape does not match, or this is a view of a part of a weight.
+            NotImplementedError: the recipe stores separate data in the columnwise copy.
         """
         new = FP8Parameter(held_codes(self._recipe, codes, scale_inv), self._recipe, self.dtype)
         if new.shape != self.shape:
@@ -187,17 +193,17 @@ class FP8Parameter(torch.Tensor):
         return self
 
     def codes(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the FP8 data and scales as files have them.
+        """Returns the FP8 data and scales in the layout of checkpoint files.
 
-        Both share the weight's memory or, if its scales are padded, both are copies.
+        Both share the weight's memory; if its scales are padded, both are copies.
 
         Returns:
-            codes: FP8 data [rows, cols], or [count, rows, cols] of a stack.
-            scale_inv: the scales in the shape that ``from_codes`` takes.
+            codes: FP8 data [rows, cols], or [count, rows, cols] of a stack. scale_inv: float32
+            scales, in the shape that ``from_codes`` expects.
 
         Raises:
-            NotImplementedError: weights of the recipe have other data in their columnwise copy, or
-                this is a view of another shape.
+            NotImplementedError: the recipe stores separate data in the columnwise copy, or this is
+                a view of another shape.
         """
         rows, cols = self._rowwise.shape[-2:]
         shape = layout_of(self._recipe).scales_of_file(rows, cols)
@@ -213,7 +219,7 @@ class FP8Parameter(torch.Tensor):
 
     @property
     def has_free_scales(self) -> bool:
-        """True if state dicts have data and scales, because the values would not restore them."""
+        """True if state dicts contain data and scales, because values cannot restore scales."""
         return self._held.free
 
     def initialize(self, init_method: Callable[[torch.Tensor], Any]) -> None:

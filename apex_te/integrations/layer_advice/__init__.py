@@ -36,7 +36,7 @@ def advise(
     min_sqnr: float = 20.0,
     min_grad_sqnr: float = 15.0,
 ) -> Advice:
-    """Tries each linear layer of a model in FP8, and reports what that gains and costs.
+    """Runs each linear layer of a model in FP8, and reports the speedup and the loss of accuracy.
 
     The model runs once with ``sample``, forward and backward, in bf16 or fp32. Then a copy of each
     layer repeats its part of the run on its device. One step in FP8 gives the statistics of input,
@@ -52,9 +52,9 @@ def advise(
     Args:
         model: model of torch or Hugging Face, before or after ``from_torch``, on one device and not
             sharded.
-        sample: arguments of the model: a tensor, tuple, list or dict; or a function
-            ``model -> output``, which may use ``torch.autocast`` and compute the loss. The loss is
-            the output's ``loss``, the output if it is one number, or else the mean of its squares.
+        sample: arguments of the model: a tensor, tuple, list or dict; or a function ``model ->
+            output``, which may use ``torch.autocast`` and compute the loss. The loss is the
+            output's ``loss``, the output if it is one number, or else the mean of its squares.
         recipe: FP8 recipe or its name; None is ``DelayedScaling()``.
         repeats: timed rounds for each size of layers; the median counts.
         min_gain: advise against FP8 for a layer if its time in bf16 or fp32, divided by its time in

@@ -263,26 +263,26 @@ def _fits(weight: torch.Tensor) -> bool:
 
 @named_arguments()
 def keep_fp8_weights(model: torch.nn.Module, enabled: bool = True) -> None:
-    """Keeps FP8 copies of the model's weights between steps, which ``FusedAdam`` then writes.
+    """Keeps FP8 copies of the model's weights between steps, which ``FusedAdam`` can write.
 
     In training with delayed, current and block scaling, a layer then casts a weight only if the
-    weight, its scale or the recipe has changed since the last cast, and both copies, rowwise and
-    columnwise, in one pass. With delayed and block scaling ``apex_te.optimizers.FusedAdam`` writes
-    the copies in its step, with the scale that the next forward will use as far as this rank can
-    know; with current scaling the first forward after a step casts. Results are bitwise those of
-    casts at each forward. This costs two bytes for each element of a weight, from the first forward
-    on.
+    weight, its scale or the recipe has changed since the last cast, and makes both copies, rowwise
+    and columnwise, in one pass. With delayed and block scaling, ``apex_te.optimizers.FusedAdam``
+    writes the copies in its step, with the scale that this rank expects for the next forward; with
+    current scaling the first forward after a step casts. Results are bitwise identical to casts at
+    each forward. This costs two bytes per weight element, from the first forward on.
 
-    Weights take part that are plain contiguous Parameters, not FP8 Parameters or DTensors, with
-    extents that are multiples of 16, of layers other than ``GroupedLinear`` and outside of
-    ``fully_shard``. Others are cast as before, as in other recipes, evaluations, compiled forwards
-    and CUDA graphs. With ``is_first_microbatch=True`` a layer's cached copies are the kept ones.
+    It applies to weights that are plain contiguous Parameters, not FP8 Parameters or DTensors,
+    whose sizes are multiples of 16, in layers other than ``GroupedLinear`` and outside
+    ``fully_shard``. Other weights are cast as before, as are all weights with other recipes and in
+    evaluations, compiled forwards and CUDA graphs. With ``is_first_microbatch=True`` a layer's
+    cached copies are the kept ones.
 
-    A change of a weight is noticed by its version, address and storage. Writes through ``.data``,
-    or through another tensor that shares its memory, are not noticed: do not use this with
-    optimizers that write so, such as Megatron's distributed one, or call this function again after
-    such a write, which drops the copies. The same holds for steps in CUDA graphs, except those of
-    ``apex_te.optimizers``, which end the use of copies.
+    A change of a weight is detected by its version, address and storage. Writes through ``.data``,
+    or through another tensor that shares its memory, are not detected: do not use this with
+    optimizers that write in this way, such as Megatron's distributed optimizer, or call this
+    function again after such a write, which drops the copies. The same holds for steps in CUDA
+    graphs, except those of ``apex_te.optimizers``, which drop the copies.
 
     Args:
         model: a model or one module. Copies and pickles of it do not keep copies.
