@@ -51,8 +51,8 @@ def moe_permute(
             smaller number is faster. Must be None for "mask".
 
     Returns:
-        out: [num_out_tokens, hidden] in the dtype of ``inp``. row_id_map: opaque int32 tensor to
-        pass to ``moe_unpermute``.
+        out: [num_out_tokens, hidden] in the dtype of ``inp``.
+        row_id_map: opaque int32 tensor to pass to ``moe_unpermute``.
 
     Raises:
         TypeError: an argument has a dtype that is not listed.
@@ -92,9 +92,10 @@ def moe_permute_with_probs(
             once.
 
     Returns:
-        out: [num_out_tokens, hidden] in the dtype of ``inp``. permuted_probs: [num_out_tokens] in
-        the dtype of ``probs``, the prob of each row's token and expert. row_id_map: opaque int32
-        tensor to pass to ``moe_unpermute``.
+        out: [num_out_tokens, hidden] in the dtype of ``inp``.
+        permuted_probs: [num_out_tokens] in the dtype of ``probs``, the prob of each row's token and
+            expert.
+        row_id_map: opaque int32 tensor to pass to ``moe_unpermute``.
 
     Raises:
         TypeError: an argument has a dtype that is not listed.
@@ -122,7 +123,8 @@ def moe_permute_and_count(
         num_experts: number of experts, at most 1024.
 
     Returns:
-        out: [tokens * k, hidden] in the dtype of ``inp``. tokens_per_expert: [num_experts] int32.
+        out: [tokens * k, hidden] in the dtype of ``inp``.
+        tokens_per_expert: [num_experts] int32.
         row_id_map: opaque int32 tensor for ``moe_unpermute`` with ``map_type="index"``.
 
     Raises:
@@ -178,11 +180,13 @@ def moe_permute_and_pad_with_probs(
             checks.
 
     Returns:
-        permuted: [num_out_tokens, hidden] in the dtype of ``inp``. permuted_probs: [num_out_tokens]
-        in the dtype of ``probs``. row_id_map: opaque int32 tensor to pass to ``moe_unpermute``; it
-        includes the padding. pad_offsets: [experts] int32, padding rows before each expert's first
-        row. padded_tokens_per_expert: [experts], rows of each expert with padding, on the device of
-        ``inp`` in the dtype of ``tokens_per_expert``. Pass it to ``GroupedLinear`` as ``m_splits``.
+        permuted: [num_out_tokens, hidden] in the dtype of ``inp``.
+        permuted_probs: [num_out_tokens] in the dtype of ``probs``.
+        row_id_map: opaque int32 tensor to pass to ``moe_unpermute``; it includes the padding.
+        pad_offsets: [experts] int32, padding rows before each expert's first row.
+        padded_tokens_per_expert: [experts], rows of each expert with padding, on the device of
+            ``inp`` in the dtype of ``tokens_per_expert``. Pass it to ``GroupedLinear`` as
+            ``m_splits``.
 
     Raises:
         TypeError: an argument has a dtype that is not listed.
@@ -316,8 +320,8 @@ def moe_sort_chunks_by_index_with_probs(
         probs: [rows] float32, float16 or bfloat16; differentiable.
 
     Returns:
-        out: [rows, hidden] in the dtype of ``inp``. permuted_probs: [rows] in the dtype of
-        ``probs``.
+        out: [rows, hidden] in the dtype of ``inp``.
+        permuted_probs: [rows] in the dtype of ``probs``.
 
     Raises:
         TypeError: an argument has a dtype that is not listed.

@@ -54,7 +54,8 @@ def export_fp8(
     writes the files of the whole model, holding one file's tensors in CPU memory. If it cannot
     write them, it raises the error, and the others raise ``RankMismatchError``.
 
-    |``quant_method``|``weights``|keys beside a ``weight``|read by| |---|---|---|---|
+    |``quant_method``|``weights``|keys beside a ``weight``|read by|
+    |---|---|---|---|
     |``"compressed-tensors"``|``"tensor"``|``weight_scale`` ``[1]``|vLLM, compressed-tensors|
     |``"compressed-tensors"``|``"channel"``|``weight_scale`` ``[out, 1]``|vLLM, compressed-tensors|
     |``"compressed-tensors"``|``"block"``|``weight_scale`` per 128x128|vLLM, compressed-tensors|

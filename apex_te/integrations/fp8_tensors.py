@@ -41,7 +41,8 @@ def fp8_tensors(
     after the other, as for a GEMM in that recipe. Parts of a joined layer, and the first two
     matrices of an expert, share a single scale, so that the engine can join them.
 
-    |``quant_method``|``weights``|``layout``|scale of ``x.weight``| |---|---|---|---|
+    |``quant_method``|``weights``|``layout``|scale of ``x.weight``|
+    |---|---|---|---|
     |``"fp8"``|``"block"``|any|``x.weight_scale_inv`` ``[ceil(out / 128), ceil(in / 128)]``|
     |``"fp8"``|``"tensor"``|``"vllm"``, ``"sglang"``|``x.weight_scale`` ``[1]``|
     |``"fp8"``|``"tensor"``|``"hf"``|``x.weight_scale_inv`` ``[]``|

@@ -198,8 +198,8 @@ class FP8Parameter(torch.Tensor):
         Both share the weight's memory; if its scales are padded, both are copies.
 
         Returns:
-            codes: FP8 data [rows, cols], or [count, rows, cols] of a stack. scale_inv: float32
-            scales, in the shape that ``from_codes`` expects.
+            codes: FP8 data [rows, cols], or [count, rows, cols] of a stack.
+            scale_inv: float32 scales, in the shape that ``from_codes`` expects.
 
         Raises:
             NotImplementedError: the recipe stores separate data in the columnwise copy, or this is

@@ -53,11 +53,12 @@ def from_fp8_checkpoint(
     weights that no step changed are written bitwise unchanged. If the model is split over ranks,
     all ranks call these, and the first one writes.
 
-    |``quant_method``|scales held as they are|recipe| |---|---|---| |``"fp8"``,
-    ``"compressed-tensors"``, ``"modelopt"``|128x128 blocks|``BlockScaling``| |the same, with
-    dynamic inputs|one for a weight|``CurrentScaling``| |the same, with static inputs|one for a
-    weight|``DelayedScaling``, with the inputs' scales| |``"compressed-tensors"``, ``"modelopt"``,
-    ``"fbgemm_fp8"``|by channel|``RowwiseScaling``|
+    |``quant_method``|scales held as they are|recipe|
+    |---|---|---|
+    |``"fp8"``, ``"compressed-tensors"``, ``"modelopt"``|128x128 blocks|``BlockScaling``|
+    |the same, with dynamic inputs|one for a weight|``CurrentScaling``|
+    |the same, with static inputs|one for a weight|``DelayedScaling``, with the inputs' scales|
+    |``"compressed-tensors"``, ``"modelopt"``, ``"fbgemm_fp8"``|by channel|``RowwiseScaling``|
 
     Experts in MXFP4 (gpt-oss) are held in FP8 with 128x128 blocks, which is exact if the exponents
     within a block differ by at most 14; otherwise they are treated like other scales below. Such a
