@@ -324,7 +324,7 @@ def _names(owner: str, module: Any) -> list[str]:
 
 
 def _append(series: dict[str, list], values: dict[str, float]) -> None:
-    """Appends the figures of a step to ``series``, with rates in place of counts."""
+    """Appends the figures of a step to ``series``, with rates instead of counts."""
     inverse, nonzero = values["scale_inv_max"], values["nonzero"]
     series["amax"].append(values["amax"])
     series["scale_min"].append(1.0 / inverse if inverse else math.inf)

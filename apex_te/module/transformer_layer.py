@@ -89,7 +89,7 @@ class TransformerLayer(CompositeModule):
             ``LayerNormLinear``.
         hidden_dropout: probability that an element of attention's or the MLP's result is dropped
             before it is added to the residual.
-        attention_dropout: probability that an attention weight is dropped.
+        attention_dropout: dropout probability of attention weights.
         init_method, output_layer_init_method: initialise the weights of QKV and FC1, and of PROJ
             and FC2; default N(0, 0.023^2).
         layer_number: position in the model, from 1; names the layer in ``inference_params``.

@@ -428,7 +428,7 @@ def check_dense(owner: str, **tensors: torch.Tensor | None) -> None:
 
 
 def under_name(owner: str, error: Exception) -> Exception:
-    """Returns the error of an op that ran in place of ``owner``, which it then names as the op."""
+    """Returns the error of an op that ran instead of ``owner``, which it then names as the op."""
     text = str(error)
     own = _OWN_ERROR.match(text)
     return type(error)(f"{owner}: {text[own.end() if own else 0 :]}")

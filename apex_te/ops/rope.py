@@ -63,7 +63,7 @@ def rope(
 
     Raises:
         TypeError: an argument has a dtype that is not listed.
-        ValueError: ``layout`` is unknown; a shape does not fit it; ``rotary_dim`` is odd, above d
+        ValueError: ``layout`` is unknown; a shape does not match it; ``rotary_dim`` is odd, above d
             or neither c nor 2 c; both or neither of ``freqs`` and the pair ``cos``, ``sin`` given;
             ``cu_seqlens`` is missing for "thd", or given for another layout; ``start`` is below 0;
             ``starts`` and ``cu_seqlens`` are None and the table has fewer positions than x; or

@@ -31,8 +31,8 @@ def scaled_softmax(
         scale: factor of x.
         mask: bool, True = hidden, with as many dimensions as x, each of x's size or 1 (broadcast).
             None hides nothing.
-        causal: "upper_left" hides column > row, and needs Sq == Sk; "bottom_right" hides
-            column > row + Sk - Sq; None hides nothing. Elements hidden by it are not read.
+        causal: "upper_left" hides column > row, and needs Sq == Sk; "bottom_right" hides column >
+            row + Sk - Sq; None hides nothing. Elements hidden by it are ignored.
 
     Returns:
         A tensor of x's shape and dtype. Autograd keeps only this tensor for backward.
@@ -100,7 +100,7 @@ def scaled_softmax_bwd(
         y: output of ``scaled_softmax``, [B, H, Sq, Sk] or [N, Sq, Sk] float32, float16 or bfloat16.
         scale: factor of x in the forward.
         causal: "upper_left", "bottom_right" or None, as passed to ``scaled_softmax``. Hidden
-            elements are not read.
+            elements are ignored.
         out: contiguous tensor in y's shape and dtype to write instead of a new one; may be ``dy``.
 
     Returns:

@@ -130,7 +130,7 @@ def transducer_joint_bwd(
 
     Args:
         grad: gradient of the result, [B, T, U, H] or packed [rows, H], float32, float16 or
-            bfloat16; elements beyond a sample's lengths are not read.
+            bfloat16; elements beyond a sample's lengths are ignored.
         mask: uint8 in the shape of ``grad``, from ``transducer_joint_fwd``; None passes every
             gradient.
         f_len, g_len: int32 [B], lengths of each sample in T and U.

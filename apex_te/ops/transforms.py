@@ -33,7 +33,7 @@ def apply(function: Any, args: tuple[Any, ...]) -> Any:
 class _Call:
     """Record of one call of an ``OpFunction``, which its forward fills and its backward reads.
 
-    ``rest`` are the arguments with None in place of tensors; ``needs`` and ``attributes`` are
+    ``rest`` are the arguments with None instead of tensors; ``needs`` and ``attributes`` are
     ctx.needs_input_grad and what the forward set on ctx; ``has_*`` are True for each tensor.
     """
 

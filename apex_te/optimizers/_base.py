@@ -292,7 +292,7 @@ class FusedOptimizer(SavingOptimizer):
         """Drops or zeroes gradients, also decoupled ones, of parameters and their master weights.
 
         Args:
-            set_to_none: True drops them, False zeroes them; None takes the constructor's
+            set_to_none: True drops them, False zeroes them; None uses the constructor's
                 ``set_grad_none``.
         """
         to_none = self.set_grad_none if set_to_none is None else set_to_none

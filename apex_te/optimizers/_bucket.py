@@ -200,7 +200,7 @@ class Bucket:
             return False
 
     def watched(self) -> Iterator[tuple[Callable[[], int], int]]:
-        """Yields ``(function, value)``: once ``function()`` differs, the bucket must be made anew.
+        """Yields ``(function, value)``: once ``function()`` differs, the bucket must be recreated.
 
         They watch addresses behind permuted views, and the local tensors of DTensors.
         """

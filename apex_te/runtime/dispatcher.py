@@ -119,7 +119,7 @@ def function(op: str, name: str) -> Any:
 
 
 def tensor_list(tensors: Iterable[torch.Tensor]) -> Any:
-    """Returns a list of tensors, checked in advance, that an op takes in place of a plain list.
+    """Returns a list of tensors, checked in advance, that an op takes instead of a plain list.
 
     The tensors are checked in full once, here. Each later call reads only their addresses, shapes
     and strides, which costs a fraction of a plain list. For eager calls only: torch.compile needs a

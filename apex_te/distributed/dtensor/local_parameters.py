@@ -165,7 +165,7 @@ def _local_class(kind: Any) -> type:
 def _locals(
     kind: type, parameters: dict[str, Any], summed: set[str], stacked: dict[str, Exchange]
 ) -> dict[str, torch.Tensor | None]:
-    """Returns the tensors that forward reads in place of the parameters, by name."""
+    """Returns the tensors that forward reads instead of the parameters, by name."""
     found: dict[str, torch.Tensor | None] = {}
     for name, parameter in parameters.items():
         if not isinstance(parameter, DTensor):

@@ -271,7 +271,7 @@ class FP8Parameter(torch.Tensor):
         """Returns the values as a plain tensor; differentiable.
 
         Args:
-            dtype: dtype of the result; None takes that of the parameter.
+            dtype: dtype of the result; None uses that of the parameter.
         """
         dtype = self.dtype if dtype is None else dtype
         if torch.is_grad_enabled() and self.requires_grad:
@@ -459,7 +459,7 @@ class FP8Parameter(torch.Tensor):
         """Makes the whole weight from the gathered data, or fills ``out``; a hook of FSDP2.
 
         Also returns the tensors whose memory FSDP2 manages. ``metadata`` has the dtype of FSDP2's
-        policy, so that ``param_dtype`` is not read.
+        policy, so that ``param_dtype`` is ignored.
         """
         held, recipe, dtype = gathered_fp8_data(self, all_gather_outputs, metadata)
         held.free = self._held.free

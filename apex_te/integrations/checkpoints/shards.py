@@ -44,7 +44,7 @@ def have_powers_of_two(paths: Iterable[str], weights: Iterable[Stored]) -> bool:
 
 
 def hold_without_values(model: nn.Module, quantizer: Any) -> None:
-    """Gives layers FP8 Parameters on the meta device in place of those for codes.
+    """Gives layers FP8 Parameters on the meta device instead of those for codes.
 
     Raises:
         NotImplementedError: weights must be read whole.

@@ -37,7 +37,7 @@ class DotProductAttention(Planner, torch.nn.Module):
         num_attention_heads: heads ``h`` of the queries.
         kv_channels: size of a head, or (size of a key head, size of a value head).
         num_gqa_groups: heads ``g`` of keys and values, a divisor of ``h``; None is ``h``.
-        attention_dropout: probability that an attention weight is dropped while training.
+        attention_dropout: dropout probability of attention weights while training.
         qkv_format: ``"sbhd"``, ``"bshd"`` or ``"thd"`` (packed sequences, ``t`` tokens).
         attn_mask_type: ``"no_mask"``, ``"padding"``, ``"causal"``, ``"padding_causal"``,
             ``"causal_bottom_right"``, ``"padding_causal_bottom_right"`` or ``"arbitrary"``. A

@@ -158,7 +158,7 @@ class GroupedLinear(ParallelModule):
         """Applies layer i to the i-th group of rows; returns [..., out_features].
 
         ``inp`` may have more rows than the groups, like a padded buffer. Rows after the last group
-        are not read; their outputs and gradients are zeros. Splits that are negative or whose sum
+        are ignored; their outputs and gradients are zeros. Splits that are negative or whose sum
         exceeds the rows raise ValueError. Exception: the host does not read splits in a GPU tensor,
         so invalid ones make all outputs and gradients NaN.
 

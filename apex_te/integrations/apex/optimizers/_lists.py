@@ -30,7 +30,7 @@ class ListOptimizer(torch.optim.Optimizer):
             raise RuntimeError(f"{cls.__name__}: amsgrad must be False, got True")
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Drops or zeroes gradients; None takes the constructor's ``set_grad_none``."""
+        """Drops or zeroes gradients; None uses the constructor's ``set_grad_none``."""
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
     def _flag(self, device: torch.device) -> torch.Tensor:
@@ -66,7 +66,7 @@ class ListOptimizer(torch.optim.Optimizer):
         """Updates the parameters that have a gradient.
 
         Args:
-            closure: evaluates the model again and returns the loss.
+            closure: re-evaluates the model and returns the loss.
 
         Returns:
             The result of ``closure``, None without a closure.

@@ -24,7 +24,7 @@ class FusedLARS(ListOptimizer):
         weight_decay: L2 coefficient.
         trust_coefficient: factor of |param| / |grad| in a tensor's learning rate.
         eps: added to the divisor.
-        nesterov: use Nesterov momentum; needs momentum.
+        nesterov: use Nesterov momentum; requires momentum.
         wd_after_momentum: has no effect, as in apex.
         materialize_master_grads: has no effect: amp's master weights have gradients of their own.
         set_grad_none: True makes ``zero_grad()`` drop gradients.

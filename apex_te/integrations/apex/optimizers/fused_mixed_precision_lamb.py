@@ -119,7 +119,7 @@ class FusedMixedPrecisionLamb(ListOptimizer):
         """Updates the parameters that have a gradient, unless the loss scaler skips the step.
 
         Args:
-            closure: evaluates the model again and returns the loss.
+            closure: re-evaluates the model and returns the loss.
             grad_scaler: keyword only; a ``torch.amp.GradScaler``, whose scale the gradients have.
                 ``grad_scaler.step(optimizer)`` has the same effect.
 

@@ -8,17 +8,18 @@ import torch
 
 
 class LARC:
-    """Scales each gradient by the ratio of its parameter's norm to its own, then steps.
+    """Layer-wise adaptive rate control: scales each gradient by parameter norm over gradient norm.
 
     With ``a = trust_coefficient * |p| / (|g| + weight_decay * |p| + eps)`` the gradient becomes
     ``(g + weight_decay * p) * a``, where neither norm is 0; the optimizer then steps without weight
     decay. The host does not wait for the norms.
 
     Args:
-        optimizer: the optimizer; its other methods and its state are reached through this object.
-        trust_coefficient: share of a parameter's norm that a step may change it by.
-        clip: True to use ``min(a / lr, 1)`` for a, so that lr is an upper limit of the rate; False
-            to scale lr by a.
+        optimizer: the wrapped optimizer; its other methods and its state are available on this
+            object.
+        trust_coefficient: fraction of a parameter's norm that a step may change it by.
+        clip: use ``min(a / lr, 1)`` for a, so that lr is an upper bound of the rate; False scales
+            lr by a.
         eps: added to the denominator.
     """
 

@@ -65,7 +65,7 @@ def extract_tensors(maybe_tensor: Any, tensor_list: list[torch.Tensor]) -> None:
 
 
 class Reducer:
-    """Averages gradients over all ranks where a program calls ``reduce``.
+    """Averages gradients over all ranks when ``reduce`` is called.
 
     Args:
         module_or_grads_list: a module, whose parameters become those of rank 0, or tensors.
@@ -81,7 +81,7 @@ class Reducer:
             extract_tensors(module_or_grads_list, self.grads)
 
     def reduce(self) -> None:
-        """Averages the gradients that there are."""
+        """Averages all existing gradients."""
         grads = self.grads
         if self.module is not None:
             grads = [p.grad for p in self.module.parameters() if p.grad is not None]
@@ -108,7 +108,7 @@ class DistributedDataParallel(torch.nn.Module):
 
     Args:
         module: the module; its entries of the state dict have the prefix ``module.``.
-        message_size: elements that a bucket has at least.
+        message_size: minimum number of elements of a bucket.
         delay_allreduce: True to reduce all gradients at the end of backward.
         shared_param: no longer used; must be None.
         allreduce_trigger_params: parameters whose gradients complete a bucket, instead of
@@ -116,12 +116,12 @@ class DistributedDataParallel(torch.nn.Module):
         retain_allreduce_buffers: True to keep the reduced buckets in ``allreduce_buffers``; the
             gradients become views of them.
         allreduce_always_fp32: True to reduce 16-bit gradients in float32.
-        num_allreduce_streams: not read, as reductions run beside backward anyway.
+        num_allreduce_streams: ignored; reductions overlap with backward anyway.
         allreduce_communicators: (process groups, streams); buckets take the groups in turn.
         gradient_average: True to divide the sums by the number of ranks.
-        gradient_predivide_factor: f: gradients are divided by it before they are added, and, with
-            ``gradient_average``, the sums multiplied by f / number of ranks.
-        gradient_average_split_factor: not read.
+        gradient_predivide_factor: f: gradients are divided by it before the reduction, and with
+            ``gradient_average`` the sums are multiplied by f / number of ranks.
+        gradient_average_split_factor: ignored.
         prof: True to name the phases for a profiler.
 
     Attributes:
@@ -130,8 +130,8 @@ class DistributedDataParallel(torch.nn.Module):
     Raises:
         ValueError: ``shared_param`` is given, or ``allreduce_trigger_params`` together with
             ``delay_allreduce``.
-        RuntimeError: in backward, where a parameter got no gradient, or a retained buffer was not
-            used before the next.
+        RuntimeError: in backward, a parameter got no gradient, or a retained buffer was not used
+            before the next backward.
     """
 
     def __init__(

@@ -131,7 +131,7 @@ def build_num_microbatches_calculator(
     """Returns the calculator; ``rampup_batch_size`` is [start, increment, samples] or None.
 
     Raises:
-        ValueError: sizes that do not fit, or not three numbers.
+        ValueError: sizes do not match, or not three numbers.
     """
     if rampup_batch_size is None:
         constant = ConstantNumMicroBatches(global_batch_size, micro_batch_size, data_parallel_size)

@@ -118,7 +118,7 @@ def initialize_model_parallel(
 
 
 def destroy_model_parallel() -> None:
-    """Forgets the groups, sizes and ranks, so that they can be made anew."""
+    """Forgets the groups, sizes and ranks, so that they can be recreated."""
     global _split_rank
     _groups.clear()
     _ranks.clear()

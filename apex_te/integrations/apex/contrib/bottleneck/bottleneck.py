@@ -47,15 +47,15 @@ class FrozenBatchNorm2d(torch.nn.Module):
 class Bottleneck(torch.nn.Module):
     """ResNet block of convolutions 1x1, 3x3 and 1x1 with frozen batch norms and a shortcut.
 
-    The first convolution has the stride. Without stride and with as many channels out as in the
-    shortcut is the input, else a 1x1 convolution.
+    The first convolution has the stride. The shortcut is the input if the stride is 1 and
+    ``in_channels`` equals ``out_channels``, else a 1x1 convolution.
 
     Args:
         in_channels, bottleneck_channels, out_channels: channels of input, middle and output.
-        stride: of the block.
-        groups, dilation: 1.
-        norm_func: None; batch norms are frozen.
-        use_cudnn: not read; PyTorch chooses the kernels.
+        stride: stride of the block.
+        groups, dilation: must be 1.
+        norm_func: must be None; batch norms are frozen.
+        use_cudnn: ignored; PyTorch chooses the kernels.
         explicit_nhwc: tensors are [N, H, W, C], and weights [K, R, S, C].
 
     Raises:
@@ -128,11 +128,11 @@ class Bottleneck(torch.nn.Module):
 class SpatialBottleneck(Bottleneck):
     """``Bottleneck`` of images whose rows are split over ranks.
 
-    Gradients of weights are this rank's parts of sums over the ranks, as under data parallelism.
+    Gradients of weights are this rank's terms of a sum over the ranks, as in data parallelism.
 
     Args:
         spatial_parallel_args: (number of ranks, this rank's place, process group, halo exchanger,
-            method, use_delay_kernel); the last two are not read. None means one rank. The other
+            method, use_delay_kernel); the last two are ignored. None means one rank. The other
             arguments are as in ``Bottleneck``.
 
     Raises:

@@ -13,15 +13,16 @@ from ...parallel.optimized_sync_batchnorm import SyncBatchNorm
 
 
 class GroupBatchNorm2d(SyncBatchNorm):
-    """Batch normalisation of [n, c, h, w] by the batches of a group of neighbouring ranks.
+    """Batch normalisation of [n, c, h, w] with the statistics of a group of neighbouring ranks.
 
     Args:
         num_features: number of channels.
-        group_size: ranks that share statistics. All ranks construct the module if it is above 1.
+        group_size: number of ranks that share statistics. If it is above 1, all ranks must
+            construct the module.
         eps, momentum, affine, track_running_stats: as in ``torch.nn.BatchNorm2d``.
 
     Raises:
-        ValueError: ``group_size`` does not divide the number of ranks, or an input has not 4
+        ValueError: ``group_size`` does not divide the number of ranks, or an input does not have 4
             dimensions.
     """
 
@@ -40,7 +41,7 @@ class GroupBatchNorm2d(SyncBatchNorm):
         self.group_size = group_size
 
     def forward(self, input: torch.Tensor, z: torch.Tensor | None = None) -> torch.Tensor:
-        """Normalises ``input``, in autocast's dtype where autocast is on, and adds ``z``."""
+        """Normalises ``input`` (in autocast's dtype, if enabled) and adds ``z``."""
         if input.dim() != 4:
             raise ValueError(
                 f"GroupBatchNorm2d: input must have 4 dimensions, got {list(input.shape)}"

@@ -29,10 +29,10 @@ class FMHAFun:
         Args:
             qkv: [tokens, 3, heads, channels], float32, float16 or bfloat16.
             cu_seqlens: int32 [n + 1], where the n sequences begin and end.
-            p_dropout: probability that an attention weight is dropped.
-            max_s: the longest sequence's length, or more.
-            is_training: False leaves out dropout.
-            zero_tensors: not read.
+            p_dropout: dropout probability of attention weights.
+            max_s: upper bound of the sequence lengths.
+            is_training: False disables dropout.
+            zero_tensors: ignored.
         """
         heads, channels = qkv.shape[2:]
         attention = _attention(heads, channels, float(p_dropout) if is_training else 0.0)

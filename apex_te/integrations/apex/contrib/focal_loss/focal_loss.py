@@ -1,4 +1,4 @@
-"""Sigmoid focal loss of a detector's logits, by the op ``focal_loss``."""
+"""Sigmoid focal loss of a detector's logits, with the op ``focal_loss``."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ def focal_loss(
     gamma: float,
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """Computes the sigmoid focal loss of one level of a detector, differentiably.
+    """Computes the sigmoid focal loss of one level of a detector; differentiable.
 
     Args:
         cls_output: logits [..., C], float32, float16 or bfloat16.
         cls_targets_at_level: [...] int64; rows of -2 are ignored, rows of -1 have only background.
-        num_positive_sum: divides the loss, one float32 element.
-        num_real_classes: columns from it on are padding.
+        num_positive_sum: one float32 element, the divisor of the loss.
+        num_real_classes: number of classes; later columns of the logits are padding.
         alpha: weight of the target's class; the others have 1 - alpha.
         gamma: exponent, at least 0.
         label_smoothing: 0 to 1.
 
     Returns:
-        float32 [].
+        A float32 scalar.
 
     Raises:
         TypeError: a tensor has another dtype than those above.
-        ValueError: a shape or a number does not fit.
+        ValueError: a shape does not match, or a number is out of range.
     """
     return FocalLoss.apply(
         cls_output, cls_targets_at_level, num_positive_sum, num_real_classes, alpha, gamma,

@@ -41,12 +41,12 @@ class GroupNorm(torch.nn.Module):
         num_groups: number of groups, which divides ``num_channels``.
         num_channels: C.
         eps: added to the variance.
-        affine: have ``weight`` and ``bias`` [C].
-        device, dtype: of the parameters.
+        affine: learn ``weight`` and ``bias`` [C].
+        device, dtype: device and dtype of the parameters.
         act: activation, "" for none.
 
     Raises:
-        ValueError: an argument does not fit.
+        ValueError: an argument is invalid.
 
     Source: apex.contrib.group_norm.
     """

@@ -13,18 +13,19 @@ from ...parallel.optimized_sync_batchnorm import SyncBatchNorm
 
 
 class BatchNorm2d_NHWC(SyncBatchNorm):
-    """Batch normalisation of [n, h, w, c], by the batches of a group of neighbouring ranks.
+    """Batch normalisation of [n, h, w, c] with the statistics of a group of neighbouring ranks.
 
     Args:
         num_features: number of channels.
-        fuse_relu: True to apply a ReLU to the result.
-        bn_group: ranks that share statistics. All ranks construct the module if it is above 1.
-        torch_channels_last: True for [n, c, h, w] in channels_last memory.
-        max_cta_per_sm, cta_launch_margin, multi_stream: not read.
+        fuse_relu: apply a ReLU to the result.
+        bn_group: number of ranks that share statistics. If it is above 1, all ranks must construct
+            the module.
+        torch_channels_last: inputs are [n, c, h, w] in channels_last memory.
+        max_cta_per_sm, cta_launch_margin, multi_stream: ignored.
 
     Raises:
-        ValueError: ``bn_group`` does not divide the number of ranks, an input has not 4 dimensions,
-            or a residual is given without ``fuse_relu``.
+        ValueError: ``bn_group`` does not divide the number of ranks, an input does not have 4
+            dimensions, or a residual is given without ``fuse_relu``.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class BatchNorm2d_NHWC(SyncBatchNorm):
         self.torch_channels_last = torch_channels_last
 
     def forward(self, x: torch.Tensor, z: torch.Tensor | None = None) -> torch.Tensor:
-        """Normalises ``x``, adds ``z``, of its shape and dtype, and applies the ReLU if any."""
+        """Normalises ``x``, adds ``z``, in its shape and dtype, and applies the ReLU, if any."""
         if x.dim() != 4:
             raise ValueError(f"BatchNorm2d_NHWC: x must have 4 dimensions, got {list(x.shape)}")
         if z is not None and not self.fuse_relu:

@@ -1,3 +1,3 @@
-"""Rows that an index picks times those of another matrix."""
+"""apex.contrib.index_mul_2d: indexed rows of one matrix times the rows of another."""
 
 from .index_mul_2d import index_mul_2d as index_mul_2d

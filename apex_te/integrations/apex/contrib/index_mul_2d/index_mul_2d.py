@@ -1,4 +1,4 @@
-"""Rows that an index picks times those of another matrix, by the op ``index_mul_2d``."""
+"""Indexed rows of one matrix times the rows of another, with the op ``index_mul_2d``."""
 
 from .....ops.index_mul_2d import IndexMulBackwardFunction as IndexMul2dBackward_
 from .....ops.index_mul_2d import IndexMulFunction as IndexMul2d_

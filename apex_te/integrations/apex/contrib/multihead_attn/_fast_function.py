@@ -8,7 +8,7 @@ import torch
 
 
 class FastFunction(torch.autograd.Function):
-    """Function whose tensors ``apply`` casts to autocast's dtype, where autocast is on."""
+    """Function whose tensors ``apply`` casts to autocast's dtype, if autocast is enabled."""
 
     @classmethod
     def apply(cls, *args: Any) -> torch.Tensor:

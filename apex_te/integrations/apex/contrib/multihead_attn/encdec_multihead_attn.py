@@ -28,7 +28,7 @@ class EncdecMultiheadAttn(AttentionBase):
         impl: "fast" or "default"; both compute the same.
 
     Raises:
-        ValueError: an argument does not fit another one.
+        ValueError: arguments exclude each other.
 
     Source: apex.contrib.multihead_attn.
     """
@@ -63,7 +63,7 @@ class EncdecMultiheadAttn(AttentionBase):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws the weights, each of k and v as a square matrix of its own; biases are 0."""
+        """Initialises the weights, k and v each as a square matrix, and sets biases to 0."""
         super().reset_parameters()
         torch.nn.init.xavier_uniform_(self.in_proj_weight_q)
         # Xavier's bound for [2n, n] is smaller by sqrt(1.5) than for [n, n].
@@ -85,11 +85,11 @@ class EncdecMultiheadAttn(AttentionBase):
         Args:
             query: [queries, seqs, embed_dim], float32, float16 or bfloat16.
             key: [keys, seqs, embed_dim]; keys and values are projections of it.
-            value: not read.
+            value: ignored.
             key_padding_mask: [seqs, keys]; nonzero hides a key.
-            need_weights: not read; no attention weights are returned.
+            need_weights: ignored; no attention weights are returned.
             attn_mask: [queries, keys]; nonzero hides a key from a query.
-            is_training: False leaves out dropout; the module's mode is not read.
+            is_training: False leaves out dropout; the module's mode is ignored.
 
         Raises:
             ValueError: both masks are given.

@@ -29,12 +29,12 @@ def encdec_attn_func(
     """Computes attention of inputs_q [queries, seqs, embed] to inputs_kv; differentiable.
 
     Args:
-        use_time_mask: the mask is [queries, keys] instead of [seqs, keys].
+        use_time_mask: True for a mask [queries, keys], False for [seqs, keys].
         is_training: False leaves out dropout.
         heads: number of heads.
         scale: factor of the scores.
-        inputs_q: any floating dtype.
-        inputs_kv: [keys, seqs, embed].
+        inputs_q: [queries, seqs, embed] in any floating-point dtype.
+        inputs_kv: [keys, seqs, embed] in the same dtype.
         input_weights_q: [embed, embed], with rows ordered head, channel.
         input_weights_kv: [2 * embed, embed], with rows ordered head, (k, v), channel.
         output_weights: [embed, embed].
@@ -42,7 +42,7 @@ def encdec_attn_func(
         input_biases_kv: [2 * embed], or None.
         output_biases: [embed], or None.
         mask: nonzero hides a key; None hides nothing.
-        dropout_prob: probability that an attention weight is dropped.
+        dropout_prob: dropout probability of attention weights.
 
     Returns:
         The output, [queries, seqs, embed].

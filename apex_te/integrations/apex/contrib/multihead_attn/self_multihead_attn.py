@@ -33,8 +33,8 @@ class SelfMultiheadAttn(AttentionBase):
         mask_additive: ``key_padding_mask`` is added to the scores.
 
     Raises:
-        ValueError: an argument does not fit another one. As in apex, the fast norm-add has no
-            biases, and an additive mask needs biases or ``impl="default"``, without norm-add.
+        ValueError: arguments exclude each other. As in apex, the fast norm-add has no biases, and
+            an additive mask needs biases or ``impl="default"``, without norm-add.
 
     Source: apex.contrib.multihead_attn.
     """
@@ -78,7 +78,7 @@ class SelfMultiheadAttn(AttentionBase):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws the weights, each of q, k and v as a square matrix of its own; biases are 0."""
+        """Initialises the weights, q, k and v each as a square matrix, and sets biases to 0."""
         super().reset_parameters()
         if self.separate_qkv_params:
             for weight in (self.q_weight, self.k_weight, self.v_weight):
@@ -102,11 +102,11 @@ class SelfMultiheadAttn(AttentionBase):
 
         Args:
             query: [tokens, seqs, embed_dim], float32, float16 or bfloat16.
-            key, value: not read; attention is of ``query`` to itself.
+            key, value: ignored; ``query`` attends to itself.
             key_padding_mask: [seqs, tokens]; nonzero hides a key, or it is added to the scores.
-            need_weights: not read; no attention weights are returned.
+            need_weights: ignored; no attention weights are returned.
             attn_mask: [tokens, tokens]; nonzero hides a key from a query.
-            is_training: False leaves out dropout; the module's mode is not read.
+            is_training: False leaves out dropout; the module's mode is ignored.
 
         Raises:
             ValueError: both masks are given, or ``attn_mask`` with ``mask_additive``.

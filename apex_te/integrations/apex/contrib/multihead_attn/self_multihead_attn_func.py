@@ -27,18 +27,18 @@ def self_attn_func(
     """Computes attention of inputs [tokens, seqs, embed] to itself; differentiable.
 
     Args:
-        use_time_mask: the mask is [tokens, tokens] instead of [seqs, tokens].
+        use_time_mask: True for a mask [tokens, tokens], False for [seqs, tokens].
         is_training: False leaves out dropout.
         heads: number of heads.
         scale: factor of the scores.
-        inputs: any floating dtype.
+        inputs: [tokens, seqs, embed] in any floating-point dtype.
         input_weights: [3 * embed, embed], with rows ordered head, (q, k, v), channel.
         output_weights: [embed, embed].
         input_biases: [3 * embed], or None.
         output_biases: [embed], or None.
         mask: nonzero hides a key; None hides nothing.
         is_additive_mask: the mask is added to the scores instead.
-        dropout_prob: probability that an attention weight is dropped.
+        dropout_prob: dropout probability of attention weights.
 
     Returns:
         The output, [tokens, seqs, embed].

@@ -53,8 +53,8 @@ class nccl_mem(contextlib.AbstractContextManager):
     Args:
         pool: what ``create_nccl_mem_pool`` returned.
         enabled: False leaves allocation as it is.
-        device: CUDA device, its name or index; None takes the current one.
-        group: process group whose NCCL backend registers the pool; None takes the default one.
+        device: CUDA device, its name or index; None uses the current one.
+        group: process group whose NCCL backend registers the pool; None uses the default one.
 
     Raises:
         ValueError: ``device`` is not a CUDA device.

@@ -38,7 +38,7 @@ class GivenGrads(ListOptimizer):
         """Updates parameters.
 
         Args:
-            closure: evaluates the model again and returns the loss.
+            closure: re-evaluates the model and returns the loss.
             grads: gradients of the parameters, a list for each group, or one list; None reads
                 ``param.grad``.
             output_params: tensors that receive the new parameters, in lists likewise.

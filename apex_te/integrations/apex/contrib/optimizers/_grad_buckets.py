@@ -147,7 +147,7 @@ class BucketOptimizer(ShardSaver):
 
     @torch.no_grad()
     def init_params(self, params: Iterable[torch.Tensor] | torch.Tensor | None = None) -> None:
-        """Makes the buckets and the state of parameters that have none yet; None takes all.
+        """Makes the buckets and the state of parameters that have none yet; None uses all.
 
         Every rank must call it with the same parameters.
         """
@@ -445,7 +445,7 @@ class BucketOptimizer(ShardSaver):
         """Reduces gradients, updates this rank's shards and gathers the parameters.
 
         Args:
-            closure: evaluates the model again and returns the loss.
+            closure: re-evaluates the model and returns the loss.
             grad_scaler: a ``torch.amp.GradScaler``: gradients are divided by its scale, unless they
                 were by ``unscale_grads``, and the step is skipped if one is not finite.
 

@@ -16,10 +16,11 @@ from ._grad_buckets import BucketOptimizer
 
 
 class DistributedFusedAdam(BucketOptimizer):
-    """Adam (ZeRO 2): gradients are reduced to shards during backward, and each rank steps its own.
+    """Adam with sharded gradients and state (ZeRO 2), reducing gradients during backward.
 
-    Backward moves gradients from ``param.grad`` into buckets. A parameter without a gradient is
-    stepped as with zeros. The constructor gives all ranks the parameters of the first one.
+    Backward moves gradients from ``param.grad`` into buckets, and each rank updates its shard. A
+    parameter without a gradient is updated as with zeros. The constructor broadcasts the parameters
+    of the first rank.
 
     Args:
         params: parameters or parameter groups, float32, float16 or bfloat16, whole on each rank.
@@ -30,31 +31,32 @@ class DistributedFusedAdam(BucketOptimizer):
         adam_w_mode: decoupled weight decay (AdamW); False adds it to the gradient (Adam).
         weight_decay: coefficient of the weight decay.
         amsgrad: not available; True raises NotImplementedError.
-        dtype: of the moments and the stored parameters.
-        grad_sync_dtype: of the buckets of gradients and their reduction; None takes ``dtype``.
-        param_sync_dtype: in which new parameters are gathered; None takes the parameters' own.
+        dtype: dtype of the moments and the stored parameters.
+        grad_sync_dtype: dtype of the gradient buckets and their reduction; None uses ``dtype``.
+        param_sync_dtype: dtype in which new parameters are gathered; None uses the parameters' own.
         device: has no effect: the state is on the parameters' device.
-        process_group: the ranks over which gradients are averaged; None is the world.
-        distributed_process_group: the ranks over which state is sharded.
-        redundant_process_group: the ranks that have the same shards. Both or none are given.
+        process_group: ranks over which gradients are averaged; None is the world.
+        distributed_process_group: ranks over which state is sharded.
+        redundant_process_group: ranks with the same shards. Give both of these groups or neither.
         average_grad_sync: average gradients over ranks; False sums them.
         overlap_grad_sync: start reductions during backward.
         overlap_param_sync: return from ``step`` while parameters are gathered; the first module
             that runs waits for them.
-        bucket_cap_mb: largest size of a bucket of several parameters, in MB of gradients.
-        pipeline_size: largest number of reductions under way.
+        bucket_cap_mb: upper bound of a bucket of several parameters, in MB of gradients.
+        pipeline_size: maximum number of concurrent reductions.
         contiguous_param_buffer: make the parameters of a bucket views of one buffer.
         contiguous_grad_buffer: allow ``grad_buffer_view``.
-        store_params: keep a shard of parameters in ``dtype``; False steps the parameters' own.
-        store_param_remainders: for bfloat16 parameters and a float32 ``dtype`` store only the low
-            halves of the float32 weights.
+        store_params: keep a shard of parameters in ``dtype``; False updates the parameters
+            directly.
+        store_param_remainders: for bfloat16 parameters and a float32 ``dtype``, store only the low
+            16 bits of the float32 weights.
         with_scaled_states: not available; True raises NotImplementedError.
         nccl_ub: has no effect.
         capturable: keep ``lr`` and the step count on the device, and skip steps there.
 
     Raises:
         NotImplementedError: an option is not available.
-        ValueError: an option is negative, or one of two process groups is given.
+        ValueError: an option is negative, or only one of two process groups is given.
     """
 
     def __init__(

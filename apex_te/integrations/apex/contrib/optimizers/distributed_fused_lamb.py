@@ -13,7 +13,7 @@ from ._grad_buckets import BucketOptimizer
 
 
 class DistributedFusedLAMB(BucketOptimizer):
-    """LAMB (ZeRO 2): gradients are reduced to shards during backward, and each rank steps its own.
+    """LAMB with sharded gradients and state (ZeRO 2), reducing gradients during backward.
 
     Norms are those of whole parameters. As in apex ``grad_averaging`` has no effect: gradients
     enter the moment with weight ``1 - betas[0]``.
@@ -26,14 +26,15 @@ class DistributedFusedLAMB(BucketOptimizer):
         betas: decay of the two moments, each in [0, 1).
         eps: added to the denominator.
         weight_decay: coefficient of the weight decay.
-        max_grad_norm: the joint norm of all gradients to which they are clipped; 0 does not clip.
+        max_grad_norm: clip the joint norm of all gradients to this; 0 does not clip.
         adam_w_mode: decoupled weight decay; False adds it to the gradient.
         use_nvlamb: also scale the updates of tensors without weight decay.
-        step_supports_amp_scaling: let a GradScaler hand itself to ``step``.
+        step_supports_amp_scaling: let a GradScaler pass itself to ``step``.
         overlap_reductions: start reductions during backward.
-        dwu_group_size: has no effect, as the other ``dwu_*``, ``fused_norm``, ``verbose``,
+        dwu_group_size: no effect, like the other ``dwu_*``, ``fused_norm``, ``verbose``,
             ``clip_after_ar``, ``full_ar``, ``set_param_views_to_flat_buffer``, ``fuse_scale``,
-            ``param_order`` and ``nccl_allgather_channels``: how apex does the same.
+            ``param_order`` and ``nccl_allgather_channels``, which choose among apex's
+            implementations.
         e5m2_allgather: not available; True raises NotImplementedError.
         skip_allgather: not available; True raises NotImplementedError.
 
@@ -126,7 +127,7 @@ class DistributedFusedLAMB(BucketOptimizer):
 
     @property
     def L2_grad_norm(self) -> torch.Tensor:
-        """Norm of the reduced gradients, scaled as they are; every rank must ask for it."""
+        """Norm of the reduced gradients with their current scale; every rank must read it."""
         return self.grad_norm()
 
     def _new_state(self, bucket: Bucket) -> dict[str, torch.Tensor]:

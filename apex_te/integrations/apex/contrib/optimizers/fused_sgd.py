@@ -18,7 +18,7 @@ class FusedSGD(GivenGrads):
         momentum: factor of the momentum buffers.
         dampening: the gradient enters the momentum buffers with weight 1 - dampening.
         weight_decay: L2 coefficient.
-        nesterov: use Nesterov momentum; needs momentum and no dampening.
+        nesterov: use Nesterov momentum; requires momentum and no dampening.
         wd_after_momentum: add the weight decay after the momentum.
         materialize_master_grads: has no effect.
 

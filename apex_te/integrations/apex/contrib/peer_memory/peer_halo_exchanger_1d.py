@@ -51,7 +51,7 @@ class PeerHaloExchanger1d:
                 ``half_halo`` elements at both ends for the halos: zeros at an end of the image.
             H_split: H is split instead of W.
             explicit_nhwc: the layout of y.
-            numSM, diagnostics: not read.
+            numSM, diagnostics: ignored.
         """
         dim = (1 if explicit_nhwc else 2) + (0 if H_split else 1)
         halo, end = self.half_halo, y.shape[dim]

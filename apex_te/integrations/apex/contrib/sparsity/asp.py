@@ -55,8 +55,9 @@ def eligible_modules(
 class ASP:
     """Class methods that keep the weights of one model 2:4 sparse.
 
-    First ``init_model_for_pruning``, then ``init_optimizer_for_pruning``, and once the dense model
-    is trained ``compute_sparse_masks``. Masks are buffers of the modules, so a checkpoint has them.
+    Call ``init_model_for_pruning``, then ``init_optimizer_for_pruning``, and once the dense model
+    is trained, ``compute_sparse_masks``. Masks are buffers of the modules, so checkpoints contain
+    them.
 
     Source: apex.contrib.sparsity.
     """
@@ -87,10 +88,10 @@ class ASP:
         custom_layer_dict: dict[type[nn.Module], list[str]] | None = None,
         allow_permutation: bool = True,
     ) -> None:
-        """Adds masks of ones to the weights that are to become sparse; none is yet.
+        """Adds masks of ones to the weights to be made sparse; nothing is pruned yet.
 
-        Weights whose first dimension is not a multiple of 8 or whose second is not one of 16 are
-        left out, for which GPUs have no sparse matmul.
+        Weights whose first dimension is not a multiple of 8, or whose second is not a multiple of
+        16, are skipped, because GPUs have no sparse matmul for them.
 
         Args:
             model: the model.
@@ -103,12 +104,12 @@ class ASP:
             allow_recompute_mask: keep pruned values on the CPU, for ``restore_pruned_weights`` and
                 new masks.
             custom_layer_dict: more types of modules, with the names of their weights.
-            allow_permutation: accepted with a warning when masks are computed: channels are not
-                permuted to prune smaller weights.
+            allow_permutation: ignored with a warning when masks are computed: channels are not
+                permuted.
 
         Raises:
-            RuntimeError: ASP has a model already.
-            ValueError: a type in ``whitelist`` is not known.
+            RuntimeError: ASP already has a model.
+            ValueError: a type in ``whitelist`` is unknown.
         """
         if cls.__model is not None:
             raise RuntimeError("ASP.init_model_for_pruning: ASP has been initialized already")
@@ -155,7 +156,7 @@ class ASP:
 
     @classmethod
     def init_optimizer_for_pruning(cls, optimizer: torch.optim.Optimizer) -> None:
-        """Has the optimizer's steps mask gradients before and weights after.
+        """Makes the optimizer's steps mask gradients before, and weights after, the update.
 
         Raises:
             RuntimeError: ASP has no model yet, or an optimizer already.
@@ -191,7 +192,7 @@ class ASP:
     @classmethod
     @torch.no_grad()
     def compute_sparse_masks(cls) -> None:
-        """Computes masks from the weights, and sets the weights that they leave out to 0.
+        """Computes masks from the weights, and sets pruned weights to 0.
 
         Raises:
             RuntimeError: ASP has no model, or weights are sparse already and their pruned values
@@ -220,7 +221,7 @@ class ASP:
     @classmethod
     @torch.no_grad()
     def restore_pruned_weights(cls) -> None:
-        """Makes the weights dense again, with the values that they had when they were pruned.
+        """Makes the weights dense again, with their values from before pruning.
 
         Raises:
             RuntimeError: pruned values were not kept (``allow_recompute_mask``).
@@ -233,7 +234,7 @@ class ASP:
         """Returns True if the masks keep half of the weights, False if all.
 
         Raises:
-            RuntimeError: some masks keep another share than others, or than these.
+            RuntimeError: masks keep different fractions, or neither half nor all of the weights.
         """
         masks = [sparse.buffer("mask") for sparse in cls.__sparse_parameters]
         shares = {mask.sum().item() / mask.numel() for mask in masks}

@@ -11,16 +11,16 @@ __all__ = ["TransducerJoint", "TransducerLoss"]
 
 
 class TransducerJoint(torch.nn.Module):
-    """Sum of all pairs of frames and label places, with ReLU, dropout and packing.
+    """Joint of a transducer (RNN-T): sums of all pairs of frames and labels, optionally packed.
 
     Args:
-        pack_output: True for a result without the cells behind the lengths.
-        relu: True for ReLU of the sums.
-        dropout: True for dropout in training.
+        pack_output: pack the result, without the elements beyond the lengths.
+        relu: apply a ReLU to the sums.
+        dropout: apply dropout in training.
         opt: 0 or 1; both use one kernel, but 0 refuses ReLU and dropout.
         fwd_tile_size: not used.
-        dropout_prob: probability of an element to be dropped.
-        probe_mask: True to append each forward's mask to ``mask_probe``.
+        dropout_prob: dropout probability.
+        probe_mask: append the mask of each forward to ``mask_probe``.
 
     Raises:
         NotImplementedError: ReLU or dropout with ``opt`` 0.
@@ -64,12 +64,12 @@ class TransducerJoint(torch.nn.Module):
 
         Args:
             f, g: float32, float16 or bfloat16.
-            f_len, g_len: int32 [B].
-            batch_offset: cumsum(f_len * g_len), int64 [B], with ``pack_output``.
-            packed_batch: its last value.
+            f_len, g_len: int32 [B], lengths of each sample in T and U.
+            batch_offset: int64 [B], ``cumsum(f_len * g_len)``, with ``pack_output``.
+            packed_batch: the last element of ``batch_offset``.
 
         Raises:
-            ValueError: ``batch_offset`` or ``packed_batch`` is missing, or a shape does not fit.
+            ValueError: ``batch_offset`` or ``packed_batch`` is missing, or a shape does not match.
         """
         offset = batch_offset if self.pack_output else None
         if self.pack_output and (offset is None or packed_batch == 0):
@@ -91,13 +91,13 @@ class TransducerJoint(torch.nn.Module):
 
 
 class TransducerLoss(torch.nn.Module):
-    """Loss of a transducer over logits, whose softmax is part of it.
+    """Transducer (RNN-T) loss of logits, including their log-softmax.
 
     Args:
-        fuse_softmax_backward: True to compute the gradient of softmax together with that of the
-            loss, from the logits; False to leave it to ``torch.log_softmax``.
+        fuse_softmax_backward: compute the gradients of softmax and loss together, from the logits;
+            False leaves the softmax to ``torch.log_softmax``.
         opt: not used.
-        packed_input: True for logits without the cells behind the lengths.
+        packed_input: logits are packed, without the elements beyond the lengths.
     """
 
     def __init__(
@@ -128,10 +128,11 @@ class TransducerLoss(torch.nn.Module):
             blank_idx: index of the blank symbol.
             batch_offset: cumsum(f_len * (y_len + 1)), int64 [B], with ``packed_input``.
             max_f_len: T, with ``packed_input``.
-            debug_list: an empty list to which alpha and beta are added, by another forward.
+            debug_list: an empty list that receives alpha and beta, from a second forward; None does
+                not.
 
         Raises:
-            ValueError: ``batch_offset`` or ``max_f_len`` is missing, or a shape does not fit.
+            ValueError: ``batch_offset`` or ``max_f_len`` is missing, or a shape does not match.
         """
         offset = batch_offset if self.packed_input else None
         if self.packed_input and (offset is None or max_f_len is None):

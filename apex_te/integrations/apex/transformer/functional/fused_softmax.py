@@ -25,7 +25,7 @@ def scaled_upper_triang_masked_softmax(
 
     Args:
         inputs: [b, np, s, s], or [b * np, s, s].
-        _: not read.
+        _: ignored.
         scale: factor, None for 1.
     """
     return scaled_softmax(inputs, 1.0 if scale is None else float(scale), causal="upper_left")

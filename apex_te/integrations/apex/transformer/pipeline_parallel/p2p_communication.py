@@ -57,7 +57,7 @@ def exchange(
         to_prev: gradient for the previous stage.
         from_prev: receives an output.
         from_next: receives a gradient.
-        async_comm: returns ``FutureTensor`` objects in place of waiting.
+        async_comm: returns ``FutureTensor`` objects instead of waiting.
 
     Returns:
         What came from the previous and from the next stage, None each if nothing was to come.

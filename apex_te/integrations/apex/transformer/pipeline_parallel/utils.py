@@ -65,7 +65,7 @@ def setup_microbatch_calculator(
 
     Raises:
         RuntimeError: they are set already.
-        ValueError: sizes that do not fit.
+        ValueError: sizes do not match.
     """
     if _GLOBAL_NUM_MICROBATCHES_CALCULATOR is not None:
         raise RuntimeError("setup_microbatch_calculator: the calculator is set up already")
@@ -84,7 +84,7 @@ def _reconfigure_microbatch_calculator(
     micro_batch_size: int,
     data_parallel_size: int,
 ) -> None:
-    """Sets the sizes anew; meant for tests, as a warning says."""
+    """Sets the sizes again; meant for tests, as a warning says."""
     if rank == 0:
         warnings.warn("This function is only for unittest", stacklevel=2)
     _reconfigure(rank, rampup_batch_size, global_batch_size, micro_batch_size, data_parallel_size)
@@ -242,13 +242,13 @@ def get_ltor_masks_and_position_ids(
     Args:
         data: [b, s] tokens.
         eod_token: token at the end of a document.
-        reset_position_ids: positions begin anew after it.
+        reset_position_ids: positions restart after it.
         reset_attention_mask: tokens after it do not see those up to it.
         eod_mask_loss: it has no loss.
 
     Returns:
         The attention mask [b or 1, 1, s, s], True for what is hidden; the loss mask [b, s],
-            float32; the positions [b, s].
+        float32; the positions [b, s].
     """
     b, s = data.shape
     ends = data == eod_token

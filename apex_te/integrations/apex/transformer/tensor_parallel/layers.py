@@ -240,13 +240,13 @@ class ColumnParallelLinear(torch.nn.Module):
         input_size: input features.
         output_size: output features, a multiple of the number of ranks.
         bias: adds a bias.
-        gather_output: returns all ranks' outputs in place of this rank's.
+        gather_output: returns all ranks' outputs instead of this rank's.
         init_method: initializes the weight in place.
         stride: pieces of the weight that are split one by one, such as 3 for query, key and value.
         keep_master_weight_for_test: keeps the whole weight as ``master_weight``.
-        skip_bias_add: returns the bias in place of adding it.
-        no_async_tensor_model_parallel_allreduce: sums the input's gradient over ranks after the
-            weight's gradient in place of meanwhile.
+        skip_bias_add: returns the bias instead of adding it.
+        no_async_tensor_model_parallel_allreduce: sums the input's gradient over ranks after
+            computing the weight's gradient, instead of at the same time.
         params_dtype: dtype of the parameters; None for torch's default.
         use_cpu_initialization: draws the whole weight on the CPU, equal for any number of ranks.
         gradient_accumulation_fusion: adds the weight's gradient to ``weight.main_grad``.
@@ -329,7 +329,7 @@ class RowParallelLinear(torch.nn.Module):
         init_method: initializes the weight in place.
         stride: pieces of the weight that are split one by one.
         keep_master_weight_for_test: keeps the whole weight as ``master_weight``.
-        skip_bias_add: returns the bias in place of adding it.
+        skip_bias_add: returns the bias instead of adding it.
         params_dtype: dtype of the parameters; None for torch's default.
         use_cpu_initialization: draws the whole weight on the CPU, equal for any number of ranks.
         gradient_accumulation_fusion: adds the weight's gradient to ``weight.main_grad``.

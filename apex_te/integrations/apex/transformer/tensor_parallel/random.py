@@ -18,7 +18,7 @@ _buffer: MemoryBuffer | None = None
 
 
 def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
-    """Returns the tracker whose ``fork()`` draws numbers of this tensor-parallel rank's own."""
+    """Returns the tracker whose ``fork()`` draws this tensor-parallel rank's own random numbers."""
     return _tracker
 
 
@@ -58,7 +58,7 @@ def reset_checkpointed_activations_memory_buffer() -> None:
 
 
 def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool, *args: Any) -> Any:
-    """Calls ``function(*args)``, which is called again in backward in place of keeping tensors.
+    """Calls ``function(*args)``, which is called again in backward instead of keeping tensors.
 
     The second call draws the same random numbers, the tracker's included.
     ``distribute_saved_activations`` is accepted: each rank keeps the whole first argument.

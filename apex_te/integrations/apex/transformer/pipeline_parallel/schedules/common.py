@@ -121,7 +121,7 @@ def message_shape(
 def gradients_summed_once(
     chunks: Sequence[torch.nn.Module], context: Callable[[], Any] | None = None
 ) -> Iterator[None]:
-    """Averages gradients over data-parallel ranks after the block in place of each backward.
+    """Averages gradients over data-parallel ranks after the block instead of in each backward.
 
     Only DistributedDataParallel modules have that; ``context`` replaces it.
     """

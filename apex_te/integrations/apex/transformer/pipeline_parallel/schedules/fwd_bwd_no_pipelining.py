@@ -34,7 +34,7 @@ def forward_backward_no_pipelining(
         dtype: float16 or bfloat16 runs the model in an autocast region.
         grad_scaler: scales the loss by its method ``scale``.
         disable_autocast: runs it without.
-        custom_sync_context_handler: context of all microbatches but the last, in place of
+        custom_sync_context_handler: context of all microbatches but the last, instead of
             ``no_sync`` of DistributedDataParallel.
         kwargs: arguments of the other schedules, which are not used.
 

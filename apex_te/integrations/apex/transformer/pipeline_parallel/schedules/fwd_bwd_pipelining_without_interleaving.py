@@ -55,12 +55,12 @@ def forward_backward_pipelining_without_interleaving(
         deallocate_pipeline_outputs: releases outputs once they are sent.
         async_comm: accepted; messages are waited for where they are needed.
         sequence_parallel_enabled: outputs between stages are split by rows.
-        custom_sync_context_handler: context of the step in place of DistributedDataParallel's.
+        custom_sync_context_handler: context of the step instead of DistributedDataParallel's.
         kwargs: arguments of the other schedules, which are not used.
 
     Returns:
         On the last stage what the function of the loss returned beside the loss, for each
-            microbatch; on others an empty list.
+        microbatch; on others an empty list.
 
     Raises:
         ValueError: several chunks, or no ``tensor_shape``.
