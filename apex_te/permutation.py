@@ -415,7 +415,7 @@ def _check_has_values(tokens_per_expert: torch.Tensor, inp: torch.Tensor) -> Non
     if tokens_per_expert.is_meta and not inp.is_meta:
         raise ValueError(
             "moe_permute_and_pad_with_probs: tokens_per_expert must be on a device that holds "
-            "values where num_out_tokens is None, got meta"
+            "values if num_out_tokens is None, got meta"
         )
 
 

@@ -102,7 +102,7 @@ class OptimizerAmp:
     def replace_params(
         self, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]
     ) -> None:
-        """Puts new master weights, with the state, in the place of parameters that need them."""
+        """Replaces parameters that need master weights by new ones, with their optimizer state."""
         if not self._replaces:
             return
         before = len(self.pairs)

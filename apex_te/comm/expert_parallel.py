@@ -350,7 +350,7 @@ class TokenDispatcher:
     def _sent_to_all(
         self, tokens: torch.Tensor, way: Way, owners: torch.Tensor, probs: torch.Tensor
     ) -> Arriving:
-        """Sends tokens to all ranks; ``owners`` and ``probs`` are those of all ranks' tokens."""
+        """Sends tokens to all ranks, given the ``owners`` and ``probs`` of all ranks' tokens."""
         count = owners.shape[0] * self.copies + self.local_experts * (self.align - 1)
         count = -(-count // self.align) * self.align
         made = make_map(owners.contiguous(), align_size=self.align, num_rows=count)

@@ -63,7 +63,7 @@ class CudaRNGStatesTracker:
                 )
         for what, value, known in (("name", name, self._states), ("seed", seed, self._seeds)):
             if value in known:
-                raise ValueError(f"CudaRNGStatesTracker: {what} must be a new one, got {value!r}")
+                raise ValueError(f"CudaRNGStatesTracker: {what} must be new, got {value!r}")
         generator = _generator()
         outside = generator.get_state()
         generator.manual_seed(seed)

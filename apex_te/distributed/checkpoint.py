@@ -164,8 +164,8 @@ def _distributes(
         for module in owner.modules():
             if getattr(module, "sequence_parallel", False):
                 raise ValueError(
-                    "checkpoint: distribute_saved_activations must be False where ranks have "
-                    f"their own rows (sequence_parallel of {type(module).__name__}), got True"
+                    "checkpoint: distribute_saved_activations must be False if ranks have "
+                    f"different rows (sequence_parallel of {type(module).__name__}), got True"
                 )
     return world_size(group) > 1
 

@@ -115,11 +115,7 @@ class fp8_statistics:
     def _note(
         self, slot: int, x: torch.Tensor, quantized: QuantizedTensor, quantizer: Quantizer
     ) -> None:
-        """Adds the measurements of a tensor to the current step.
-
-        An input or weight of a new region begins a step. Gradients, which come after their region
-        was left, belong to the current step.
-        """
+        """Adds the measurements of a tensor to the current step."""
         if slot % len(ROLES) != ROLES.index("grad_output"):
             self._enter(local.region)
         if not self._noting:

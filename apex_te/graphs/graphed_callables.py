@@ -327,8 +327,8 @@ class GraphedForward:
             first = None  # Megatron passes it always
         elif first is not None and not self.capture.keeps_weights:
             raise ValueError(
-                f"{self.owner}: is_first_microbatch must be None where {_NAME} was given "
-                f"fp8_weight_caching=False, got {first}"
+                f"{self.owner}: is_first_microbatch must be None with fp8_weight_caching=False in "
+                f"{_NAME}, got {first}"
             )
         recomputed = graph_task_id() != -1
         # A recompute repeats what the forward did.

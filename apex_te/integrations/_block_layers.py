@@ -50,9 +50,6 @@ def layers_to_join(block: nn.Module) -> tuple[list[Layers], list[Apart]]:
     Linear layers with one parent and one input are a group if all or none of them run. A norm joins
     them if they are all that reads its output, if they read nothing else, and if no other source
     calls it.
-
-    Raises:
-        UnreadableError: the source of the block's forward does not tell.
     """
     found = _Block(block)
     groups = found.groups()

@@ -218,12 +218,12 @@ class _Tracked(torch.Tensor):
         keys = tuple(dict.fromkeys(key for each in given for key in each.keys))
 
         def run(contiguous: bool) -> Any:
-            def plain(each: Any) -> Any:
+            def untracked(each: Any) -> Any:
                 if not isinstance(each, cls):
                     return each
                 return each.tracked.contiguous() if contiguous else each.tracked
 
-            return func(*tree_map(plain, args), **tree_map(plain, kwargs or {}))
+            return func(*tree_map(untracked, args), **tree_map(untracked, kwargs or {}))
 
         try:
             out = run(False)

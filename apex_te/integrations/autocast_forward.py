@@ -36,7 +36,7 @@ class WrappedForward:
         raise NotImplementedError
 
     def _rebound(self, model: nn.Module) -> WrappedForward:
-        """Puts this, or one like it for a copy of the model, in the place of a method made of it.
+        """Replaces a method made of this object by it, or by one like it for a copy of the model.
 
         ``Accelerator.unwrap_model(keep_fp32_wrapper=False)`` binds what it finds to the model, like
         a function.

@@ -74,7 +74,7 @@ class _FP8Training:
         self.handle: AutocastForward | None = None
 
     def converted(self, model_init: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-        """Returns a function like ``model_init`` that converts each model it makes, for a trainer.
+        """Returns a ``model_init`` for a trainer that also converts each model it makes.
 
         Args:
             model_init: function without arguments or of a trial, as for ``transformers.Trainer``.

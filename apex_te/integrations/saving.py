@@ -125,7 +125,9 @@ def _check(model: nn.Module, path: str, state: dict[str, torch.Tensor]) -> None:
         )
     if missing or not state:
         lacking = ", ".join(missing[:8]) or "entries"
-        raise ValueError(f"load_fp8_state: {path} must have whole FP8 states, it lacks {lacking}")
+        raise ValueError(
+            f"load_fp8_state: {path} must contain complete FP8 states, got none for {lacking}"
+        )
     if errors:
         raise RuntimeError(f"load_fp8_state: {path} must fit the model: {'; '.join(errors[:8])}")
 
@@ -195,9 +197,9 @@ class SavePretrained:
 
 
 def _describe_fp8(model: Any) -> bool:
-    """Adds ``quantization_config`` to the config of a model whose files have FP8 data and scales.
+    """Adds ``quantization_config`` to a model's config if its files have FP8 data and scales.
 
-    Returns True if it did so; a config that has one, as one that was read has, stays as it is.
+    Returns True if it was added; an existing one is kept.
     """
     if getattr(model.config, "quantization_config", None) is not None:
         return False
@@ -225,7 +227,7 @@ def _local(parameter: Any) -> Any:
 
 
 def save_without_fp8_state(model: nn.Module) -> None:
-    """Replaces ``save_pretrained`` on Hugging Face's models in ``model``, on the instances."""
+    """Makes ``save_pretrained`` of models in ``model`` write FP8 state to a separate file."""
     for module in matching.pretrained_models(model):
         if "save_pretrained" not in vars(module):
             vars(module)["save_pretrained"] = SavePretrained(module)

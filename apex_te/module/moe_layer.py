@@ -429,7 +429,7 @@ class MoELayer(CompositeModule):
         if ranks != self.expert_ranks:
             raise ValueError(
                 f"{_NAME}: expert_group must have the {self.expert_ranks} ranks that the experts "
-                f"are spread over, got {ranks}"
+                f"are distributed over, got {ranks}"
             )
         self.expert_group, self._dispatcher = expert_group, None
 

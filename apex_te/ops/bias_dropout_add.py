@@ -83,7 +83,7 @@ def bias_dropout_add(
             f"got {list(residual.shape)}"
         )
     if seed is not None and generator is not None:
-        raise ValueError("bias_dropout_add: generator must be None where seed is given")
+        raise ValueError("bias_dropout_add: generator must be None if seed is given")
     p = float(p) if training else 0.0
     if not 0.0 < p < 1.0:
         seed = None

@@ -503,9 +503,10 @@ def lies_transposed(matrices: torch.Tensor) -> bool:
 def _listed(
     name: str, matrices: Sequence[torch.Tensor] | torch.Tensor
 ) -> tuple[list[torch.Tensor], int, tuple[int, int], bool]:
-    """Returns contiguous matrices or stacks, the number of groups, and the shape of a matrix.
+    """Returns contiguous matrices or stacks, the number of groups, a matrix's shape, and a flag.
 
-    And whether they are transposed, which takes no copy of a stack that ``lies_transposed``.
+    The flag is True if they are transposed, which avoids a copy of a stack that
+    ``lies_transposed``.
     """
     if not isinstance(matrices, torch.Tensor):
         each = [matrix.contiguous() for matrix in matrices]
@@ -542,8 +543,8 @@ def _check_out(
             )
     if scale_inv is not None and scale_inv is not out.scale_inv:
         raise ValueError(
-            "grouped_quantize.quantize_matrices: scale_inv must be out.scale_inv or None where out "
-            "is given, got another tensor"
+            "grouped_quantize.quantize_matrices: scale_inv must be out.scale_inv or None if out is "
+            "given, got another tensor"
         )
 
 

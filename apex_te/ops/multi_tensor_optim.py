@@ -52,8 +52,8 @@ def _dense_grads(name: str, grads: Tensors, are_written: bool) -> Tensors:
         for i, (grad, copy) in enumerate(zip(grads, read, strict=True)):
             if copy is not grad and 0 in grad.stride():
                 raise ValueError(
-                    f"multi_tensor_optim.{name}: grads[{i}] must not be expanded where it is "
-                    f"unscaled in place, got strides {list(grad.stride())} for shape "
+                    f"multi_tensor_optim.{name}: grads[{i}] must not be expanded if it is unscaled "
+                    f"in place, got strides {list(grad.stride())} for shape "
                     f"{list(grad.shape)}"
                 )
     return read

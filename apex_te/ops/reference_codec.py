@@ -47,10 +47,13 @@ def decode_fp8(fp8_data: torch.Tensor) -> torch.Tensor:
 
     Raises KeyError for another dtype, also uint8, which does not tell the format.
     """
-    return _table(fp8_data.dtype).to(fp8_data.device)[fp8_data.view(torch.uint8).to(torch.int64)]
+    return _decode_table(fp8_data.dtype).to(fp8_data.device)[
+        fp8_data.view(torch.uint8).to(torch.int64)
+    ]
 
 
-def _table(fp8_dtype: torch.dtype) -> torch.Tensor:
+def _decode_table(fp8_dtype: torch.dtype) -> torch.Tensor:
+    """Returns the float32 value of each of the 256 codes of a format."""
     is_e4m3 = fp8_dtype is torch.float8_e4m3fn
     is_fnuz = fp8_dtype in _FNUZ
     shift, bias = _FORMATS[fp8_dtype][2:4]

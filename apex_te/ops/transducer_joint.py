@@ -62,7 +62,7 @@ def transducer_joint(
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"transducer_joint: p must be from 0 to 1, got {p}")
     if seed is not None and generator is not None:
-        raise ValueError("transducer_joint: generator must be None where seed is given")
+        raise ValueError("transducer_joint: generator must be None if seed is given")
     if 0.0 < p < 1.0 and seed is None:
         seed = torch.randint(
             0, 2**63 - 1, (1,), dtype=torch.int64, device=f.device, generator=generator

@@ -581,7 +581,7 @@ class FusedOptimizer(SavingOptimizer):
             placements = getattr(param, "placements", ())
             if any(placement.is_partial() for placement in placements):
                 raise ValueError(
-                    f"{self._name}: params must be sharded or replicated where they are DTensors, "
+                    f"{self._name}: params must be sharded or replicated if they are DTensors, "
                     f"got {placements}"
                 )
         if self.capturable and group["params"]:

@@ -201,13 +201,13 @@ class Recipe:
         if cls.keeps_state and not any(kind.__name__ == "DelayedScaling" for kind in cls.__mro__):
             raise TypeError(
                 f"{cls.__name__}: a recipe with keeps_state must derive from DelayedScaling, whose "
-                f"options say how its scales move, got {cls.__bases__[0].__name__}"
+                f"options control its scale updates, got {cls.__bases__[0].__name__}"
             )
         if name is None:
             return
         other = _kinds.setdefault(name, cls)
         if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
-            raise ValueError(f"{cls.__name__}: name must be a new one, got {name!r} of {other}")
+            raise ValueError(f"{cls.__name__}: name must be new, got {name!r} of {other}")
         _kinds[name] = cls  # perhaps of a module that is imported again
 
     def __new__(cls, *args: Any, **options: Any) -> Recipe:

@@ -83,10 +83,7 @@ class _Style(ParallelStyle):
         return module
 
     def _changes(self, module: Any, split: _Split) -> list[Change]:
-        """Checks ``module``, and returns the functions to call, in order, to split it.
-
-        Nothing is changed yet, so that an error leaves the module as it was, on every rank.
-        """
+        """Checks ``module``, and returns the functions to call, in order, to split it."""
         raise NotImplementedError
 
     def __repr__(self) -> str:

@@ -513,9 +513,6 @@ class RankReduction:
 
         A new group's header is checked at once, others in the next call, so that no step waits. If
         some rank is unsure, the next call equalises scales and histories by one more collective.
-
-        Raises:
-            RankMismatchError: on every rank, if the ranks have different modules.
         """
         buffer, channel = self._buffer, _Channel.of(group, self._buffer.device)
         capturing = buffer.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -450,10 +450,6 @@ class FP8State:
         format or margin differ from those of the last recipe, each scale is multiplied by the new
         ``fp8_max / 2**margin`` over the old one. Exceptions: scales never set stay 1, and all
         scales stay if either recipe has a function as ``scaling_factor_compute_algo``.
-
-        Args:
-            recipe: recipe of the forward that is about to record amax values.
-            device: device on which missing tensors are allocated.
         """
         if not self.allocated or self.device.type == "meta":
             self.allocate(recipe.amax_history_len, device)
@@ -470,7 +466,6 @@ class FP8State:
 
         Args:
             length: rows of the histories, including row 0, which collects amax values.
-            device: device of the tensors.
         """
 
         def ones(slots: int) -> torch.Tensor:

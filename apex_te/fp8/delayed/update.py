@@ -85,8 +85,8 @@ def _warn_of_threads() -> None:
     """Warns once that a thread updates the scales of a region that another thread is in."""
     warnings.warn(
         "fp8_autocast: two threads train with delayed scaling at once, which updates the scales of "
-        "all models of the process: each disturbs the other's steps. Train them in processes of "
-        "their own, or with a recipe without state, such as CurrentScaling",
+        "all models of the process: each disturbs the other's steps. Train them in separate "
+        "processes, or with a recipe without state, such as CurrentScaling",
         stacklevel=4,
     )
 

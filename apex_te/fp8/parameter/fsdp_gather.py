@@ -132,7 +132,7 @@ def check_resharding(owner: str, module: torch.nn.Module | None) -> None:
             part._module_info.module is module for part in group.fsdp_params
         ):
             raise NotImplementedError(
-                f"{owner}: reshard_after_forward of fully_shard must be a bool where weights are "
+                f"{owner}: reshard_after_forward of fully_shard must be a bool if weights are "
                 "gathered as FP8 data, got an int"
             )
     _checked.add(module)

@@ -244,9 +244,6 @@ class FusedCast(Protocol):
         """Returns the result ``[rows, cols]`` with a scale for each block of 1x128.
 
         The result is bitwise equal to ``block_quantize`` of the result of ``plain``.
-
-        Args:
-            rowwise, columnwise: the copies to write.
         """
 
 
@@ -307,9 +304,6 @@ class Quantizer:
 
         The op writes the FP8 data itself if op and scheme support it, else its result is cast. With
         ``producer.with_dbias``, column sums are left in ``producer.dbias``.
-
-        Args:
-            rowwise, columnwise: the copies to make.
         """
         x = producer.plain()
         sums = producer.with_dbias and producer.dbias is None
@@ -342,9 +336,6 @@ class Quantizer:
         self, quantized: QuantizedTensor, repeats: int, groups: int
     ) -> QuantizedTensor | None:
         """Sorts a weight that was quantized in its own order, as ``quantize_heads`` does.
-
-        Args:
-            quantized: the weight's copies, with the rowwise one.
 
         Returns:
             The copies, with an unchanged columnwise one; None if the rows cannot be sorted.
@@ -536,11 +527,7 @@ class Quantizer:
 
 
 def shared_scale(out: Any, dtype: torch.dtype) -> QuantizedTensor:
-    """Returns an op's output whose copies have one scale as a QuantizedTensor.
-
-    Args:
-        dtype: element type of the FP8 data.
-    """
+    """Returns an op's output whose copies have one scale as a QuantizedTensor."""
     return QuantizedTensor(out.rowwise, out.scale_inv, out.columnwise, out.scale_inv, dtype)
 
 

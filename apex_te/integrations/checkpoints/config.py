@@ -21,12 +21,7 @@ class Rules(NamedTuple):
 
 
 def rules_of(config: Mapping[str, Any]) -> Rules:
-    """Returns what ``quantization_config`` of a checkpoint says of its FP8 weights.
-
-    Raises:
-        NotImplementedError: the format is not one whose weights are FP8.
-        ValueError: a value is not one that the format has.
-    """
+    """Returns the rules for FP8 weights in a checkpoint's ``quantization_config``."""
     method = config.get("quant_method")
     method = str(getattr(method, "value", method))
     if "quantization" in config or method == "modelopt":

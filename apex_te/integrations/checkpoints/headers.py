@@ -20,11 +20,7 @@ _LONGEST = 100 << 20  # bytes of a header, as safetensors allows
 
 
 def read_headers(files: Iterable[str]) -> dict[str, Header]:
-    """Returns dtype and shape of each tensor in safetensors files.
-
-    Raises:
-        ValueError: a file is not of that format, or has a dtype that it does not name.
-    """
+    """Returns dtype and shape of each tensor in safetensors files."""
     found: dict[str, Header] = {}
     for file in files:
         for name, entry in _entries(file).items():

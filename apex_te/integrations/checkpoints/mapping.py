@@ -99,12 +99,6 @@ def find_weights(
 
     Args:
         conversions: transformers' converters of the model's keys.
-
-    Raises:
-        ValueError: the model has none of the weights.
-        NotImplementedError: a weight in FP8 is of another kind of layer than linear ones,
-            embeddings and experts, or is made from the checkpoint's by other operations than
-            stacking and joining.
     """
     conversions = list(conversions)
     renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
@@ -140,7 +134,7 @@ def find_weights(
     if not found:
         raise ValueError(
             "from_fp8_checkpoint: path_or_name must have weights in FP8 for layers of "
-            f"{type(model).__name__}, got {next(iter(weights))}, which is in none"
+            f"{type(model).__name__}, got {next(iter(weights))}, which is in no layer"
         )
     for name, held in found.items():
         found[name] = held = held._replace(parts=len(sources[name]))

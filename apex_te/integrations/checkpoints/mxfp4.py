@@ -27,7 +27,7 @@ def unpacked(packed: torch.Tensor) -> torch.Tensor:
 
 
 def in_blocks(codes: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Gives a matrix with a scale for 32 elements of a row scales of blocks of 128x128.
+    """Converts the scales of a matrix from 32 elements of a row to blocks of 128x128.
 
     Args:
         codes: E4M3 ``[rows, cols]``.
@@ -36,9 +36,9 @@ def in_blocks(codes: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, t
     Returns:
         codes: E4M3 ``[rows, cols]``.
         scale_inv: float32 ``[ceil(rows / 128), ceil(cols / 128)]``, powers of two.
-        changed: number of values that FP8 does not hold with these scales, NaN among them; 0 for
-            values of MXFP4 if the exponents of a block's scales differ by 14 at most, and for
-            those of MXFP8 if its smaller values lose no bits to the largest.
+        changed: number of values that FP8 cannot represent with these scales, NaN included; 0 for
+            MXFP4 if the exponents within a block differ by at most 14, and for MXFP8 if the block's
+            smaller values lose no bits.
     """
     rows, cols = codes.shape
     down, across = -(-rows // BLOCK), -(-cols // BLOCK)

@@ -345,7 +345,7 @@ def _check_recipe(recipe: Recipe, weights: dict[str, Held]) -> None:
 
 def _needs_recipe(held: Held, found: str) -> NotImplementedError:
     return NotImplementedError(
-        "from_fp8_checkpoint: recipe must be given, which casts the decoded weights again, for "
-        "weights with other scales than one each, one for each row or those of 128x128 blocks, got "
+        "from_fp8_checkpoint: recipe must be given, to quantize the decoded weights again, for "
+        "weights whose scales are not one per weight, per row or per 128x128 block, got "
         f"{held.key} with {found}"
     )

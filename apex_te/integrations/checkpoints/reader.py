@@ -27,15 +27,11 @@ _BYTES = (torch.uint8, torch.float8_e8m0fnu)  # powers of two
 
 
 def read_checkpoint(config: Mapping[str, Any], headers: Mapping[str, Header]) -> Checkpoint:
-    """Returns the FP8 weights of a checkpoint: those that have a scale beside them in the files.
+    """Returns the FP8 weights of a checkpoint: those stored with a scale.
 
     Args:
         config: ``quantization_config`` of ``config.json``, or ``hf_quant_config.json``.
         headers: dtypes and shapes by key.
-
-    Raises:
-        NotImplementedError: the format is not FP8.
-        ValueError: an FP8 weight lacks a scale, or its scale does not fit the configuration.
     """
     rules = rules_of(config)
     weights: dict[str, Stored] = {}

@@ -44,11 +44,7 @@ def have_powers_of_two(paths: Iterable[str], weights: Iterable[Stored]) -> bool:
 
 
 def hold_without_values(model: nn.Module, quantizer: Any) -> None:
-    """Gives layers FP8 Parameters on the meta device instead of those for codes.
-
-    Raises:
-        NotImplementedError: weights must be read whole.
-    """
+    """Gives layers FP8 Parameters on the meta device instead of those for codes."""
     given = quantizer.quantization_config.recipe
     odd = getattr(given, "pow2", False) and not have_powers_of_two(
         quantizer.files, quantizer.checkpoint.weights.values()
@@ -219,7 +215,7 @@ def _own_rows(name: str, tensor: Any) -> range:
     (chunk,) = tensor.__create_chunk_list__()
     if tuple(chunk.sizes[1:]) != tuple(tensor.shape[1:]) and chunk.sizes[0]:
         raise NotImplementedError(
-            f"{_ME}: model must be divided by rows, got {name} with {tensor.placements}"
+            f"{_ME}: model must be sharded by rows, got {name} with {tensor.placements}"
         )
     return range(chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0])
 

@@ -222,11 +222,8 @@ class FP8Module(torch.nn.Module):
         """Decides all settings of a call of the module before the call computes anything.
 
         Args:
-            dtype: the dtype to compute in.
-            device: the device of the parameters.
             weights: the weights whose FP8 copies may be cached: one for each GEMM, or an empty
                 tuple.
-            is_first_microbatch: as in ``Linear.forward``.
         """
         options = self._options(is_first_microbatch)
         sets, is_fp8, recomputed = self._select(device)

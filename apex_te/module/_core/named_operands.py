@@ -29,9 +29,9 @@ def input_values(
     dtype: torch.dtype,
     is_fp8: bool,
 ) -> torch.Tensor:
-    """Returns the values ``[rows, in]`` by which wgrad multiplies, of an input that was saved.
+    """Returns the values ``[rows, in]`` of a saved input that wgrad multiplies.
 
-    ``is_fp8`` tells that ``x`` is rowwise FP8 data with ``scale_inv``, not the values themselves.
+    ``x`` is rowwise FP8 data with ``scale_inv`` if ``is_fp8``, else the values themselves.
     """
     quantizer = quantizers.input
     if quantizers.backward != "dequantized":

@@ -61,8 +61,8 @@ def standard_slopes(
     """
     if ranks > 1 and group is None:
         raise ValueError(
-            f"{owner}: alibi_slopes must be given where heads are split over {ranks} ranks and no "
-            "tp_group says which of them this one has, got None"
+            f"{owner}: alibi_slopes must be given with heads split over {ranks} ranks and no "
+            "tp_group, got None"
         )
     total = heads * ranks
     power = 1 << (total.bit_length() - 1)

@@ -24,7 +24,7 @@ def attend_in_blocks(
     scale: float,
     has_sink: bool,
 ) -> torch.Tensor:
-    """Computes attention [b, h, sq, dv]; 0 for queries that see no key.
+    """Computes attention [b, h, sq, dv]; 0 for queries that see no keys.
 
     Args:
         bias, hidden: broadcast to the scores [b, h, sq, sk]; hidden is True where masked out.

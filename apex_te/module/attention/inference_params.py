@@ -128,8 +128,9 @@ class InferenceParams:
         if step is None:
             if is_captured:
                 raise RuntimeError(
-                    f"{owner}: inference_params must have announced its tokens by pre_step where a "
-                    "CUDA graph is captured, whose replays would all use one sequence_len_offset"
+                    f"{owner}: inference_params must have announced its tokens by pre_step before "
+                    "a CUDA graph is captured, because its replays would all use one "
+                    "sequence_len_offset"
                 )
             return None
         if layout == "thd":
@@ -420,7 +421,7 @@ def extended(
         raise ValueError(f"{owner}: layer_number must be given for inference_params, got None")
     if training and torch.is_grad_enabled() and keys.requires_grad:
         raise ValueError(
-            f"{owner}: inference_params must be None where gradients are recorded (in training "
+            f"{owner}: inference_params must be None if gradients are recorded (in training "
             "mode without torch.no_grad), got some"
         )
     keys, values = keys.detach(), values.detach()

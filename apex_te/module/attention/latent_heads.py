@@ -46,7 +46,7 @@ class Turn(NamedTuple):
 def latent_heads(
     q: torch.Tensor, kv: torch.Tensor, pe: torch.Tensor, form: str, turn: Turn | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns queries, keys and values; of 192 elements of a head of DeepSeek's the last 64 rotate.
+    """Returns queries, keys and values of latent attention, with their rotary parts rotated.
 
     Args:
         q: queries [..., h, n + p]; the last p elements are rotated.

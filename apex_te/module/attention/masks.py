@@ -151,7 +151,7 @@ def visibility(
 class _Window(NamedTuple):
     """Sliding window of ``left`` and ``right`` keys around a query's position, -1 = no limit.
 
-    With ``bottom_right`` positions are aligned at the last query and key, else at the first ones.
+    With ``bottom_right`` the last query and key are aligned, else the first ones.
     """
 
     left: int

@@ -47,22 +47,22 @@ def max_logit(
         scores = rows @ k[:, :, first:last].mT
         scores = scores.unflatten(2, (heads // groups, -1)).flatten(1, 2) * scale
         if bias is not None:
-            scores = scores + _part(bias, part)
+            scores = scores + _block_of(bias, part)
         if left >= 0 or right >= 0:
             to = begin + offset - first
             hidden = band(end - begin, last - first, to, left, right, q.device)
             scores = scores.masked_fill(hidden, -torch.inf)
         if seen.hidden is not None:
-            scores = scores.masked_fill(_part(seen.hidden, part), -torch.inf)
+            scores = scores.masked_fill(_block_of(seen.hidden, part), -torch.inf)
         if seen.fully_masked_queries is not None:
-            rows_hidden = _part(seen.fully_masked_queries, part)
+            rows_hidden = _block_of(seen.fully_masked_queries, part)
             scores = scores.masked_fill(rows_hidden, -torch.inf)
         found = torch.maximum(found, scores.amax((0, 2, 3)))
     return found
 
 
-def _part(x: torch.Tensor, part: tuple[slice, slice]) -> torch.Tensor:
-    """Returns a block of what broadcasts to scores [b, h, sq, sk]."""
+def _block_of(x: torch.Tensor, part: tuple[slice, slice]) -> torch.Tensor:
+    """Returns one block of a tensor that broadcasts to scores [b, h, sq, sk]."""
     for dim, each in zip((2, 3), part, strict=True):
         if x.shape[dim] > 1:
             x = x[(slice(None),) * dim + (each,)]

@@ -82,7 +82,7 @@ def packing(
             continue
         if given is None and cu.is_meta:
             raise ValueError(
-                f"{owner}: max_seqlen_{name} must be given where cu_seqlens_{name} is on the meta "
+                f"{owner}: max_seqlen_{name} must be given if cu_seqlens_{name} is on the meta "
                 "device, got None"
             )
         end = None
@@ -277,8 +277,7 @@ def _within(owner: str, where: Packing, queries: int, keys: int) -> Packing:
     for name, end, tokens in zip(("q", "kv"), where.ends, (queries, keys), strict=True):
         if end is not None and end > tokens:
             raise ValueError(
-                f"{owner}: cu_seqlens_{name} must end at or before the {tokens} tokens that there "
-                f"are, got {end}"
+                f"{owner}: cu_seqlens_{name} must end at or before the {tokens} tokens, got {end}"
             )
     if None not in where.ends:
         return where

@@ -69,9 +69,7 @@ class Packed(NamedTuple):
 
 
 def padding_behind(padded: torch.Tensor, batch: int, sequence_first: bool) -> Places:
-    """Returns the places of tokens with padded ones behind the others, which keep their order.
-
-    The layers of a model share what one mask gives.
+    """Returns the places of tokens that move padded ones after the others, which keep their order.
 
     Args:
         padded: bool [batch or 1, 1, 1, s], True for padded tokens.

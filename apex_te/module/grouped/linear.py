@@ -94,8 +94,8 @@ class GroupedLinear(ParallelModule):
         wanted = self._take_options(locals(), *sizes, gemms=num_gemms)
         if self.parallel_mode is not None and self.tp_size > 1 and bias:
             raise ValueError(
-                "GroupedLinear: bias must be False where weights are split over tp_group, whose "
-                "collectives are those of the tokens' dispatcher, got True"
+                "GroupedLinear: bias must be False with weights split over tp_group, because the "
+                "token dispatcher reduces the outputs, got True"
             )
         if self.parallel_mode == "column":
             self.out_features = divided(_NAME, "out_features", out_features, self.tp_size)

@@ -180,7 +180,7 @@ def checked_quantizers(
             what = f"with backward={backward!r}"
         raise NotImplementedError(
             f"{owner}: m_splits must be a list of ints with {type(recipe).__name__} {what}, which "
-            "has no products of groups whose sizes are on the device, got a tensor on the GPU"
+            "has no grouped GEMMs with sizes on the device, got a tensor on the GPU"
         )
     if in_features % MULTIPLE or out_features % MULTIPLE:
         raise NotImplementedError(

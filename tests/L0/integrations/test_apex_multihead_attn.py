@@ -264,7 +264,7 @@ def test_refuses(device):
             SelfMultiheadAttn(32, 4, mask_additive=True, **options)
     x, mask = torch.randn(5, 2, 32, device=device), torch.zeros(2, 5, device=device)
     module = SelfMultiheadAttn(32, 4, bias=True, mask_additive=True).to(device)
-    with pytest.raises(ValueError, match="attn_mask must be None where key_padding_mask is given"):
+    with pytest.raises(ValueError, match="attn_mask must be None if key_padding_mask is given"):
         module(x, key_padding_mask=mask, attn_mask=mask)
     with pytest.raises(ValueError, match="attn_mask must be None with mask_additive"):
         module(x, attn_mask=mask)

@@ -262,21 +262,21 @@ def test_refuses():
         create_mask(torch.ones(4, 6), "m4n2_2d_best")
     with pytest.raises(ValueError, match="tensor must have 1 to 4 dimensions"):
         create_mask(torch.ones(1, 1, 1, 1, 4))
-    with pytest.raises(RuntimeError, match="init_model_for_pruning must be called before"):
+    with pytest.raises(RuntimeError, match="init_model_for_pruning must be called first"):
         ASP.init_optimizer_for_pruning(torch.optim.SGD([torch.ones(1)], 1.0))
-    with pytest.raises(RuntimeError, match="init_model_for_pruning must be called before"):
+    with pytest.raises(RuntimeError, match="init_model_for_pruning must be called first"):
         ASP.compute_sparse_masks()
     net = model()
     with pytest.raises(ValueError, match="whitelist must have types of"):
         ASP.init_model_for_pruning(net, whitelist=[torch.nn.LSTM])
     ASP.init_model_for_pruning(net, **SILENT)
-    with pytest.raises(RuntimeError, match="ASP has been initialized already"):
+    with pytest.raises(RuntimeError, match="ASP is already initialized"):
         ASP.init_model_for_pruning(net)
     with pytest.raises(TypeError, match=r"optimizer must be a torch.optim.Optimizer"):
         ASP.init_optimizer_for_pruning(net)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     ASP.init_optimizer_for_pruning(optimizer)
-    with pytest.raises(RuntimeError, match="ASP has an optimizer already"):
+    with pytest.raises(RuntimeError, match="ASP already has an optimizer"):
         ASP.init_optimizer_for_pruning(optimizer)
     ASP.compute_sparse_masks()
     for method in (ASP.compute_sparse_masks, ASP.restore_pruned_weights):

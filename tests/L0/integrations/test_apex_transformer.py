@@ -109,7 +109,7 @@ def test_state_before_and_after():
 
 
 def test_sizes_and_ranks_can_be_set(alone):
-    with pytest.raises(RuntimeError, match="the groups exist"):
+    with pytest.raises(RuntimeError, match="the groups already exist"):
         parallel_state.initialize_model_parallel()
     parallel_state.set_tensor_model_parallel_world_size(4)
     parallel_state.set_tensor_model_parallel_rank(3)
@@ -270,7 +270,7 @@ def test_microbatches(monkeypatch):
         utils.update_num_microbatches(consumed)
         seen.append((utils.get_current_global_batch_size(), utils.get_num_microbatches()))
     assert seen == [(4, 1), (4, 1), (8, 2), (8, 2), (12, 3), (12, 3), (12, 3)]
-    with pytest.raises(RuntimeError, match="set up already"):
+    with pytest.raises(RuntimeError, match="already set up"):
         utils.setup_microbatch_calculator(0, None, 12, 2, 2)
     with pytest.warns(UserWarning, match="only for unittest"):
         utils._reconfigure_microbatch_calculator(0, None, 12, 2, 3)
@@ -381,7 +381,7 @@ def test_memory_buffers(monkeypatch):
         buffer.add(x)
     with pytest.raises(TypeError, match=r"tensor must have dtype torch.float32"):
         buffer.add(x.half())
-    with pytest.raises(ValueError, match="name must be a new one"):
+    with pytest.raises(ValueError, match="name must be new"):
         memory.allocate_mem_buff("a", 6, torch.float32, track_usage=False)
     ring = memory.RingMemBuffer("ring", 2, 4, torch.float32, track_usage=False)
     first = ring.get_next_buffer()
@@ -394,7 +394,7 @@ def test_memory_buffers(monkeypatch):
 def test_timers(alone, capsys):
     timers = utils.Timers()
     timers("step").start()
-    with pytest.raises(RuntimeError, match="runs already"):
+    with pytest.raises(RuntimeError, match="is already running"):
         timers("step").start()
     timers("step").stop()
     assert timers("step").elapsed(reset=False) >= 0

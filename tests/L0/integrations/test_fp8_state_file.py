@@ -18,10 +18,10 @@ def _without(state, entry):
 SPOILED = {
     **{
         f"without {entry}": (lambda state, entry=entry: _without(state, "1.fp8_state." + entry),
-                             rf"must have whole FP8 states, it lacks 1\.fp8_state\.{entry}")
+                             rf"complete FP8 states, got none for 1\.fp8_state\.{entry}")
         for entry in NAMES
     },
-    "without entries": (lambda state: {}, "must have whole FP8 states, it lacks entries"),
+    "without entries": (lambda state: {}, "must contain complete FP8 states, got none for entries"),
     "of another model": (lambda state: {**state, "2.fp8_state.scale_fwd": torch.ones(3)},
                          r"converted as the saved one was, got state for \['2.fp8_state'\]"),
     "with another name": (lambda state: {**state, "1.fp8_state.scales": torch.ones(3)},

@@ -191,6 +191,6 @@ def test_refusals():
     with pytest.raises(TypeError, match="must be a floating-point tensor, got list"):
         module(x, x, x, alibi_slopes=[0.5] * H, **ALIBI)
     split = DotProductAttention(2 * H, D, tp_size=2)
-    with pytest.raises(ValueError, match="alibi_slopes must be given where heads are split over 2"):
+    with pytest.raises(ValueError, match="alibi_slopes must be given with heads split over 2"):
         split(x, x, x, **ALIBI)
     assert split(x, x, x, alibi_slopes=slopes, **ALIBI).shape == (4, 2, H * D)

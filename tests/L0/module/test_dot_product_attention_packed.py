@@ -146,7 +146,7 @@ def test_compiles():
                 "max_seqlen_kv": 4,
             },
             ValueError,
-            "cu_seqlens_kv must end at or before the 3 tokens that there are, got 4",
+            "cu_seqlens_kv must end at or before the 3 tokens, got 4",
         ),
         ({"cu_seqlens_q": torch.tensor([0, 3, 1, 3], dtype=torch.int32)}, ValueError,
          "cu_seqlens_q must ascend from 0, got a first element of 0 and a sequence of -2 tokens"),

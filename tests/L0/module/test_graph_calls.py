@@ -185,7 +185,7 @@ def test_calls_are_checked():
         model(x.float())
     with pytest.raises(TypeError, match=r"args\[0\] must be a tensor as captured, got int"):
         model(1)
-    with pytest.raises(ValueError, match="is_first_microbatch must be None where"):
+    with pytest.raises(ValueError, match="is_first_microbatch must be None with fp8_weight"):
         model(x, is_first_microbatch=True)
     first, second = model(x), model(x)
     with pytest.raises(RuntimeError, match="overwritten by a later forward"):

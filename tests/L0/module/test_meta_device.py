@@ -198,7 +198,7 @@ def test_packed_attention():
     q = torch.randn(9, 4, 8, device="meta")
     cu = torch.tensor([0, 4, 9], dtype=torch.int32, device="meta")
     assert module(q, q, q, cu_seqlens_q=cu, max_seqlen_q=5).shape == (9, 32)
-    with pytest.raises(ValueError, match="max_seqlen_q must be given where cu_seqlens_q is on the"):
+    with pytest.raises(ValueError, match="max_seqlen_q must be given if cu_seqlens_q is on the"):
         module(q, q, q, cu_seqlens_q=cu)
 
 

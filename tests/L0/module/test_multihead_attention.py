@@ -333,7 +333,7 @@ class TestInference:
             with pytest.raises(ValueError, match="must be None with qkv_format 'thd'"):
                 thd(x[:, 0], cu_seqlens_q=torch.tensor([0, 4], dtype=torch.int32),
                     inference_params=InferenceParams(2, 4))  # fmt: skip
-        with pytest.raises(ValueError, match="must be None where gradients are recorded"):
+        with pytest.raises(ValueError, match="must be None if gradients are recorded"):
             build(layer_number=1)(x, inference_params=InferenceParams(2, 4))
 
 

@@ -73,9 +73,9 @@ def test_an_error_inside_restores_the_default_sequence(draw):
 def test_rejects():
     tracker = CudaRNGStatesTracker()
     tracker.add("a", 1)
-    with pytest.raises(ValueError, match="name must be a new one, got 'a'"):
+    with pytest.raises(ValueError, match="name must be new, got 'a'"):
         tracker.add("a", 2)
-    with pytest.raises(ValueError, match="seed must be a new one, got 1"):
+    with pytest.raises(ValueError, match="seed must be new, got 1"):
         tracker.add("b", 1)
     with (
         pytest.raises(ValueError, match=r"name must be one of \['a'\], got 'c'"),

@@ -287,7 +287,7 @@ def test_rejects_groups_and_matrices():
     for name, value, message in (
         ("rowwise", False, "rowwise must be True or None for an out with that copy, got False"),
         ("columnwise", True, "columnwise must be False or None for an out without that copy, got"),
-        ("scale_inv", torch.ones(1), "scale_inv must be out.scale_inv or None where out is given"),
+        ("scale_inv", torch.ones(1), "scale_inv must be out.scale_inv or None if out is given"),
     ):
         with pytest.raises(ValueError, match=f"quantize_matrices: {message}"):
             op.quantize_matrices([torch.ones(4, 8)], *one[1:], out=out, **{name: value})

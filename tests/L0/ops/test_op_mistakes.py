@@ -271,7 +271,7 @@ VALUES = [
     (lambda: dropped(X.half(), W.bfloat16(), X), TypeError,
      "bias must have dtype float16 or float32.*got bfloat16"),
     (lambda: dropped(X, W, X, seed=torch.tensor([3]), generator=torch.default_generator),
-     ValueError, "generator must be None where seed is given"),
+     ValueError, "generator must be None if seed is given"),
 ]  # fmt: skip
 
 MISTAKES = [*NORMS, *SOFTMAX_AND_LOSS, *POINTWISE, *QUANTIZED, *LISTS_AND_ROUTES, *VALUES]

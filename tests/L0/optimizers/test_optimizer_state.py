@@ -427,7 +427,7 @@ def test_an_expanded_gradient_that_is_unscaled_is_refused_before_the_step():
     optimizer.step()
     before = param.detach().clone()
     optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0), torch.tensor(0.0)
-    with pytest.raises(ValueError, match=r"adam: grads\[0\] must not be expanded where it is unsc"):
+    with pytest.raises(ValueError, match=r"adam: grads\[0\] must not be expanded if it is unsc"):
         optimizer.step()
     assert torch.equal(param, before)
     assert optimizer.state[param]["step"] == 1

@@ -230,7 +230,7 @@ def _after_forward(rank, kind, after):
 
 def test_resharding_to_some_ranks(four_ranks):
     """FSDP2 would take codes for values; values it may keep."""
-    message = ": reshard_after_forward of fully_shard must be a bool where weights are gathered"
+    message = ": reshard_after_forward of fully_shard must be a bool if weights are gathered"
     for kind, owner in (("codes", "enable_fp8_all_gather"), ("held", "FP8Parameter")):
         for found in four_ranks.run(_after_forward, kind, 2):
             assert found.startswith(owner + message), found

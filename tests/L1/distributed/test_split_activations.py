@@ -177,7 +177,7 @@ class _Odd(torch.Tensor):
 
 
 def test_rejects(two_ranks):
-    split = "ValueError: checkpoint: distribute_saved_activations must be False where ranks have"
+    split = "ValueError: checkpoint: distribute_saved_activations must be False if ranks have"
     expected = (
         "NotImplementedError: checkpoint: use_reentrant must be True",
         "ValueError: checkpoint: one of the arguments must be a tensor",

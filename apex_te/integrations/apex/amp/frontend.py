@@ -147,7 +147,7 @@ class AmpStash:
     def _kept(self) -> OptimizerAmp:
         kept = amp_of(self._optimizer)
         if kept is None:
-            raise RuntimeError("amp: the optimizer must have gone through amp.initialize")
+            raise RuntimeError("amp: the optimizer must be prepared by amp.initialize")
         return kept
 
     def _groups(self, choose: Any) -> list[list[torch.Tensor]]:

@@ -36,7 +36,7 @@ class SyncBatchnormFunction(torch.autograd.Function):
         fuse_relu: bool = False,
     ) -> torch.Tensor:
         """Normalises ``input``; with ``track_running_stats`` by its batch, else by running ones."""
-        group = _exchanging(process_group) if track_running_stats else None
+        group = _exchange_group(process_group) if track_running_stats else None
         if track_running_stats:
             c = input.shape[-1 if channel_last else 1]
             if group is None and input.numel() == c:
@@ -74,8 +74,8 @@ class SyncBatchnormFunction(torch.autograd.Function):
         return (grads.dx, grads.dz, grads.dweight, grads.dbias, *[None] * 8)
 
 
-def _exchanging(group: Any) -> distributed.ProcessGroup | None:
-    """Returns the group with which statistics are exchanged, None for a rank alone."""
+def _exchange_group(group: Any) -> distributed.ProcessGroup | None:
+    """Returns the group over which statistics are exchanged, or None if there is only one rank."""
     is_alone = group is distributed.GroupMember.NON_GROUP_MEMBER
     if is_alone or not (distributed.is_available() and distributed.is_initialized()):
         return None

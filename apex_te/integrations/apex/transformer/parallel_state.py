@@ -70,7 +70,10 @@ def initialize_model_parallel(
     if not distributed.is_initialized():
         raise RuntimeError("initialize_model_parallel: torch.distributed must be initialised first")
     if model_parallel_is_initialized():
-        raise RuntimeError("initialize_model_parallel: the groups exist; destroy_model_parallel()")
+        raise RuntimeError(
+            "initialize_model_parallel: the groups already exist; call destroy_model_parallel() "
+            "first"
+        )
     world = distributed.get_world_size()
     tensor = min(tensor_model_parallel_size_, world)
     pipeline = min(pipeline_model_parallel_size_, world)

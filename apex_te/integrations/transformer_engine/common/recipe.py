@@ -163,7 +163,7 @@ class Recipe(native.Recipe):
         return dict(given, fp8_dpa=own["fp8_dpa"], fp8_mha=own["fp8_mha"])
 
     def _backward(self) -> str | None:
-        """Returns apex_te's ``backward``; stores the default of ``backward_override`` for None."""
+        """Returns ``backward_override``, by default from ``NVTE_BACKWARD_OVERRIDE``."""
         own, owner = vars(self), type(self).__name__
         if own["backward_override"] is None:
             own["backward_override"] = os.environ.get("NVTE_BACKWARD_OVERRIDE")

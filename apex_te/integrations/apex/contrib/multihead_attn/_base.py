@@ -74,7 +74,7 @@ class AttentionBase(torch.nn.Module):
     ) -> torch.Tensor | None:
         if key_padding_mask is not None and attn_mask is not None:
             raise ValueError(
-                f"{type(self).__name__}: attn_mask must be None where key_padding_mask is given"
+                f"{type(self).__name__}: attn_mask must be None if key_padding_mask is given"
             )
         return attn_mask if key_padding_mask is None else key_padding_mask
 

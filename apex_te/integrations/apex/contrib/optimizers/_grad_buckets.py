@@ -411,7 +411,7 @@ class BucketOptimizer(ShardSaver):
         """
         if parameters is not None and set(parameters) != set(self.parameters()):
             raise NotImplementedError(
-                f"{type(self).__name__}: parameters must be None or all of the optimizer for "
+                f"{type(self).__name__}: parameters must be None or all of the optimizer's for "
                 "clip_grad_norm, got some"
             )
         norm = self.grad_norm(None, norm_type)

@@ -112,7 +112,7 @@ class ASP:
             ValueError: a type in ``whitelist`` is unknown.
         """
         if cls.__model is not None:
-            raise RuntimeError("ASP.init_model_for_pruning: ASP has been initialized already")
+            raise RuntimeError("ASP.init_model_for_pruning: ASP is already initialized")
         known = {**_SPARSE_PARAMETERS, **(custom_layer_dict or {})}
         types = (*whitelist, *(custom_layer_dict or ()))
         for kind in types:
@@ -164,12 +164,13 @@ class ASP:
         """
         name = "ASP.init_optimizer_for_pruning"
         if cls.__optimizer is not None:
-            raise RuntimeError(f"{name}: ASP has an optimizer already")
+            raise RuntimeError(f"{name}: ASP already has an optimizer")
         if cls.__calculate_mask is None:
-            raise RuntimeError(f"{name}: ASP.init_model_for_pruning must be called before")
+            raise RuntimeError(f"{name}: ASP.init_model_for_pruning must be called first")
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(
-                f"{name}: optimizer must be a torch.optim.Optimizer (of a wrapper the inner one), "
+                f"{name}: optimizer must be a torch.optim.Optimizer (for a wrapper, the inner "
+                "one), "
                 f"got {type(optimizer).__name__}"
             )
         cls.__optimizer = optimizer
@@ -201,12 +202,12 @@ class ASP:
         calculate = cls.__calculate_mask
         if calculate is None:
             raise RuntimeError(
-                "ASP.compute_sparse_masks: ASP.init_model_for_pruning must be called before"
+                "ASP.compute_sparse_masks: ASP.init_model_for_pruning must be called first"
             )
         if cls.__allow_permutation:
             warnings.warn(
-                "ASP: channels are not permuted, which is not supported; "
-                "allow_permutation=False silences this",
+                "ASP: channels are not permuted, because that is not supported; "
+                "allow_permutation=False silences this warning",
                 stacklevel=2,
             )
         for sparse in cls.__sparse_parameters:

@@ -28,13 +28,13 @@ class _Timer:
     def start(self) -> None:
         """Starts; raises RuntimeError if it runs."""
         if self._begun is not None:
-            raise RuntimeError(f"timer {self.name} runs already")
+            raise RuntimeError(f"timer {self.name} is already running")
         self._begun = self._now()
 
     def stop(self) -> None:
         """Stops; raises RuntimeError unless it runs."""
         if self._begun is None:
-            raise RuntimeError(f"timer {self.name} does not run")
+            raise RuntimeError(f"timer {self.name} is not running")
         self._total += self._now() - self._begun
         self._begun = None
 

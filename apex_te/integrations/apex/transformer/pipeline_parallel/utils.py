@@ -68,7 +68,7 @@ def setup_microbatch_calculator(
         ValueError: sizes do not match.
     """
     if _GLOBAL_NUM_MICROBATCHES_CALCULATOR is not None:
-        raise RuntimeError("setup_microbatch_calculator: the calculator is set up already")
+        raise RuntimeError("setup_microbatch_calculator: the calculator is already set up")
     _reconfigure(rank, rampup_batch_size, global_batch_size, micro_batch_size, data_parallel_size)
 
 
@@ -92,7 +92,9 @@ def _reconfigure_microbatch_calculator(
 
 def _calculator() -> NumMicroBatchesCalculator:
     if _GLOBAL_NUM_MICROBATCHES_CALCULATOR is None:
-        raise RuntimeError("the microbatch calculator is not set: setup_microbatch_calculator()")
+        raise RuntimeError(
+            "the microbatch calculator is not set; call setup_microbatch_calculator() first"
+        )
     return _GLOBAL_NUM_MICROBATCHES_CALCULATOR
 
 
@@ -143,7 +145,7 @@ def _set_timers() -> None:
     """Makes the timers that ``get_timers`` returns."""
     global _GLOBAL_TIMERS
     if _GLOBAL_TIMERS is not None:
-        raise RuntimeError("the timers are set already")
+        raise RuntimeError("the timers are already set")
     _GLOBAL_TIMERS = Timers()
 
 

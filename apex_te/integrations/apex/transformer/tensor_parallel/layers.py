@@ -33,7 +33,7 @@ def set_tensor_model_parallel_attributes(
         ValueError: it is marked already.
     """
     if any(hasattr(tensor, name) for name in _ATTRIBUTES):
-        raise ValueError("set_tensor_model_parallel_attributes: tensor has the attributes already")
+        raise ValueError("set_tensor_model_parallel_attributes: tensor already has the attributes")
     for name, value in zip(_ATTRIBUTES, (is_parallel, dim, stride), strict=True):
         setattr(tensor, name, value)
 

@@ -29,7 +29,7 @@ class MemoryBuffer:
         self._start = 0
 
     def reset(self) -> None:
-        """Hands out the memory from its start again; earlier views become invalid."""
+        """Makes all memory available again; earlier views become invalid."""
         self._start = 0
 
     def is_in_use(self) -> bool:
@@ -103,7 +103,7 @@ def allocate_mem_buff(name: str, numel: int, dtype: torch.dtype, track_usage: bo
         ValueError: a buffer has the name.
     """
     if name in _buffers:
-        raise ValueError(f"name must be a new one, got {name!r}")
+        raise ValueError(f"name must be new, got {name!r}")
     return _buffers.setdefault(name, MemoryBuffer(name, numel, dtype, track_usage))
 
 
