@@ -146,8 +146,9 @@ class LayerNormLinear(NormedModule, LinearParameters):
             is_first_microbatch: True caches the FP8 weight, False reuses it, None casts it in each
                 call.
             return_residual: True if the caller needs ``total``; with False it may be None in FP8.
-            heads: layout of attention heads in the output features, a ``HeadLayout``; in FP8 the
-                output is then returned split into heads. None does not split it.
+            heads: layout of attention heads in the output features, a ``HeadLayout`` (qkv_format,
+                repeats, groups, size, interleaved); in FP8 the output is then returned split into
+                heads. None does not split it.
 
         Returns:
             ``(out, total)``: what ``forward`` returns, and ``inp + residual`` (``inp`` without a

@@ -209,6 +209,7 @@ def keep_mask(seed: torch.Tensor, rows: int, cols: int, p: float) -> torch.Tenso
 
     Args:
         seed: one int64 element; the mask is on its device.
+        rows, cols: shape of the mask.
         p: dropout probability, above 0 and below 1.
     """
     row = torch.arange(rows, device=seed.device)[:, None]

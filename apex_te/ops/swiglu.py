@@ -239,11 +239,14 @@ def swiglu_bwd_fp8(
             zeros. A GEMM that sums over the rows needs this.
         amax: one float32 element, becomes max(amax, max |gradient|), before scaling; NaN counts as
             largest. None computes no amax.
+        with_dbias: also return the gradients of the biases, [2F] in the input's dtype.
 
     Returns:
         The FP8 copies of the matrix, and the biases' gradients or None.
 
-        with_dbias: also return the gradients of the biases, [2F] in the input's dtype.
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or device does not match, or ``activation`` is not supported.
     """
     gate = gate_arguments("swiglu_bwd_fp8", activation)
     matrix, up_matrix = input_matrices("swiglu_bwd_fp8", input, up)

@@ -158,6 +158,7 @@ class FP8Parameter(torch.Tensor):
             scale_inv: float32, by which the data is multiplied: [ceil(rows / 128), ceil(cols /
                 128)] with block scaling, [1] or [] with one scale; of a stack, with ``count``
                 before.
+            recipe: recipe, or its name, with one scale per weight or block scaling.
             dtype: the nominal dtype.
 
         Raises:
