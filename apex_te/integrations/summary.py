@@ -125,6 +125,9 @@ def conversion_summary(model: nn.Module) -> ConversionSummary:
     Args:
         model: the model that was given to ``from_torch``, or a wrapper of it, such as PEFT's or
             DDP's. If it contains no converted model, the summary is empty.
+
+    Raises:
+        TypeError: ``model`` is not a module.
     """
     check_model("conversion_summary", model)
     converted, kept = {}, {}  # in order; a part may have been converted apart from the whole

@@ -54,8 +54,8 @@ def cast_transpose(
     Args:
         x: [rows, cols] float32, float16 or bfloat16; made contiguous if it is not.
         scale: one float32 element on x's device.
-        fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2; on a CPU or an AMD GPU also their
-            fnuz forms.
+        fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2; on a CPU or an AMD GPU also their fnuz
+            forms.
         rowwise: make the rowwise copy, [rows, cols].
         columnwise: make the columnwise copy, the transpose [cols, rows].
         pad_columnwise: pad the columnwise copy to [cols, rows rounded up to 16]; the added columns
@@ -66,8 +66,11 @@ def cast_transpose(
         with_dbias: also return the column sums of x, [cols] in x's dtype (deterministic).
         noop: one int32 element on x's device; if it is not 0, no output is written.
         out_rowwise: contiguous [rows, cols] in ``fp8_dtype``, to write instead of a new tensor.
-        out_columnwise: contiguous [cols, rows] in ``fp8_dtype``, padded or not, to write instead
-            of a new tensor.
+        out_columnwise: contiguous [cols, rows] in ``fp8_dtype``, padded or not, to write instead of
+            a new tensor.
+
+    Returns:
+        The requested copies, scale_inv and, with ``with_dbias``, the column sums.
 
     Raises:
         TypeError: an argument has a dtype that is not listed.

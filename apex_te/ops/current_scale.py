@@ -58,8 +58,8 @@ def current_scale(
 
     Args:
         x: [rows, cols] float32, float16 or bfloat16; made contiguous if it is not.
-        fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2; on a CPU or an AMD GPU also their
-            fnuz forms.
+        fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2; on a CPU or an AMD GPU also their fnuz
+            forms.
         rowwise: make the rowwise copy, [rows, cols].
         columnwise: make the columnwise copy, the transpose [cols, rows].
         pad_columnwise: pad the columnwise copy to [cols, rows rounded up to 16]; the added columns
@@ -69,8 +69,11 @@ def current_scale(
         amax: one float32 element to use instead of max |x|, e.g. the maximum of ``tensor_amax``
             over ranks; it saves one launch. None: max |x| is computed.
         out_rowwise: contiguous [rows, cols] in ``fp8_dtype``, to write instead of a new tensor.
-        out_columnwise: contiguous [cols, rows] in ``fp8_dtype``, padded or not, to write instead
-            of a new tensor.
+        out_columnwise: contiguous [cols, rows] in ``fp8_dtype``, padded or not, to write instead of
+            a new tensor.
+
+    Returns:
+        The requested copies, and the scale, scale_inv and amax that were used.
 
     Raises:
         TypeError: an argument has a dtype that is not listed.

@@ -82,6 +82,9 @@ def dense_gemm_swiglu(
         amax: one float32 element, becomes max(amax, max |act(gate) * up|), before scaling; NaN
             counts as largest. None computes no amax.
 
+    Returns:
+        ``hidden`` [M, 2F] in bfloat16, and the activation [M, F] as E4M3 data with its scale_inv.
+
     Raises:
         TypeError: an argument has a dtype that is not listed.
         ValueError: the shape or device of an argument does not match, or ``activation`` is not
@@ -133,6 +136,9 @@ def dense_gemm_swiglu_bwd(
             largest. None computes no amax.
         act_scale: one float32 element, the scale of the activation's FP8 data; also makes the
             activation's columnwise copy, in E4M3. None does not.
+
+    Returns:
+        FP8 copies of the gradient of ``hidden``, [M, 2F], and of the activation if requested.
 
     Raises:
         TypeError: an argument has a dtype that is not listed.

@@ -304,10 +304,13 @@ def tune(
             into float32.
         grad_dtype: FP8 dtype of output gradients, float8_e5m2 (HYBRID) or float8_e4m3fn.
         device: a CUDA device.
-        block_seconds: seconds for which each algorithm runs in each of its turns, on a busy GPU.
-            Tuning one GEMM takes about 15 times ``block_seconds``.
+        block_seconds: seconds for which each algorithm runs in each of its turns. Tuning one GEMM
+            takes about 15 times this on a GPU.
 
     Later processes read the choices from the user's cache if ``APEX_TE_GEMM_TUNE=1`` is set.
+
+    Raises:
+        ValueError: ``block_seconds`` is not above 0.
     """
     if not block_seconds > 0.0:
         raise ValueError(f"tune: block_seconds must be above 0, got {block_seconds}")

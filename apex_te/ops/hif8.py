@@ -57,7 +57,10 @@ def encode(x: torch.Tensor, *, saturate: bool = True) -> torch.Tensor:
             they become infinity.
 
     Returns:
-        uint8 of x's shape. NaN of either sign is 0x80, magnitudes below 2^-23 are 0x00.
+        uint8 in x's shape. NaN of either sign is 0x80, magnitudes below 2^-23 are 0x00.
+
+    Raises:
+        TypeError: x has a dtype that is not listed.
     """
     matrix = x.contiguous().reshape(1, -1)
     codes = torch.empty_like(matrix, dtype=torch.uint8)

@@ -106,6 +106,9 @@ def make_map(
         num_rows: number of rows of the permuted matrix; copies beyond the last row are dropped.
             None drops none.
 
+    Returns:
+        The ``RowMap``.
+
     Raises:
         TypeError: an argument has a dtype that is not listed.
         ValueError: a shape or option does not match.

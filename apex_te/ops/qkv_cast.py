@@ -121,17 +121,20 @@ def qkv_cast_grad(
             strides; a tensor whose last dimension is not dense is copied.
         values: [..., groups, size].
         scale: one float32 element on their device.
-        fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2; on a CPU or an AMD GPU also their
-            fnuz forms.
+        fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2; on a CPU or an AMD GPU also their fnuz
+            forms.
         interleaved: order the features by group (query heads, key head, value head). If False, the
             order is all queries, all keys, all values.
         rowwise: make the rowwise copy, [tokens, features].
         columnwise: make the columnwise copy, the transpose [features, tokens].
-        amax: one float32 element, becomes max(amax, max |gradient|), before scaling; NaN counts
-            as largest. None computes no amax.
+        amax: one float32 element, becomes max(amax, max |gradient|), before scaling; NaN counts as
+            largest. None computes no amax.
         with_dbias: also return the column sums (deterministic).
         pad_columnwise: pad the columnwise copy to [features, tokens rounded up to 16]; the added
             columns are zeros.
+
+    Returns:
+        FP8 copies of the gradient, a matrix [tokens, features], and the column sums or None.
 
     Raises:
         TypeError: an argument has a dtype that is not listed.

@@ -64,6 +64,9 @@ def row_quantize(
         out: result of an earlier call, whose tensors are overwritten. It determines which copies
             are made; ``rowwise`` and ``columnwise`` are ignored.
 
+    Returns:
+        The requested copies, with scale_inv [rows, 1] and [cols, 1].
+
     Raises:
         TypeError: an argument has a dtype that is not listed.
         ValueError: a shape or device does not match, ``eps`` is out of range, or ``scales`` is

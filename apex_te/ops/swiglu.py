@@ -96,7 +96,21 @@ def swiglu_fwd(
     *,
     activation: str | ClampedSwiglu = "silu",
 ) -> torch.Tensor:
-    """Computes ``swiglu`` without autograd, with the arguments and result of ``swiglu``."""
+    """Computes ``swiglu`` without autograd.
+
+    Args:
+        input: float32, float16 or bfloat16, the gate [..., F], or without ``up`` gate and up [...,
+            2F].
+        up: [..., F] in the input's dtype, or None.
+        bias, up_bias, activation: as in ``swiglu``.
+
+    Returns:
+        [..., F] in the input's dtype.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or device does not match, or ``activation`` is not supported.
+    """
     gate = gate_arguments("swiglu_fwd", activation)
     matrix, up_matrix = input_matrices("swiglu_fwd", input, up)
     rows, cols = result_extents(matrix, up_matrix)

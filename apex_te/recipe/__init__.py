@@ -600,7 +600,7 @@ def recipe_kinds() -> dict[str, type[Recipe]]:
 
 
 def make_recipe(name: str, fp8_format: str | Format | None = None, **options: Any) -> Recipe:
-    """Makes a recipe by its registered name.
+    """Returns a recipe by its registered name.
 
     Args:
         name: ``"delayed"``, ``"tensorwise"``, ``"blockwise"``, ``"mxfp8"`` or the name of another

@@ -161,6 +161,9 @@ class FP8Parameter(torch.Tensor):
             recipe: recipe, or its name, with one scale per weight or block scaling.
             dtype: the nominal dtype.
 
+        Returns:
+            The weight, not yet wrapped in a ``torch.nn.Parameter``.
+
         Raises:
             TypeError: an argument has a wrong type or dtype.
             ValueError: a shape is not as described.

@@ -223,7 +223,7 @@ class Advice:
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
         """Returns all figures as JSON, and writes them to the file ``path`` if it is given.
 
-        NaN and infinity, which JSON does not have, become null.
+        NaN and infinity become null, because JSON does not have them.
         """
         layers = []
         for layer in self.layers:
