@@ -124,6 +124,9 @@ def key_map(model: nn.Module) -> KeyMap:
 
     Args:
         model: the model that was given to ``from_torch``; for any other model the map is empty.
+
+    Raises:
+        TypeError: ``model`` is not a module.
     """
     check_model("key_map", model)
     found = vars(model).get(_ATTRIBUTE)

@@ -304,8 +304,8 @@ def tune(
             into float32.
         grad_dtype: FP8 dtype of output gradients, float8_e5m2 (HYBRID) or float8_e4m3fn.
         device: a CUDA device.
-        block_seconds: seconds for which each algorithm runs in each of its turns. Tuning one GEMM
-            takes about 15 times this on a GPU.
+        block_seconds: seconds for which each algorithm runs in each of its turns, under load.
+            Tuning one GEMM takes about 15 times as long.
 
     Later processes read the choices from the user's cache if ``APEX_TE_GEMM_TUNE=1`` is set.
 
