@@ -42,13 +42,7 @@ os.register_at_fork(
 )
 
 
-def _escape(path: str) -> str:
-    """Returns a path as build.ninja writes it."""
-    return path.replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
-
-
 def _check_paths(what: str, folder: str, steps: Sequence[Step]) -> None:
-    """Refuses paths with characters that ninja, a shell or nvcc cannot handle."""
     sources = [path for step in steps for path in step.inputs if not path.startswith(folder)]
     with_nvcc = any(os.path.basename(step.command[0]) == "nvcc" for step in steps)
     refused = _REFUSED_BY_NVCC if with_nvcc else ""
@@ -60,6 +54,10 @@ def _check_paths(what: str, folder: str, steps: Sequence[Step]) -> None:
                 f"{what}: a path of a build must not have the character {unfit!r}, got"
                 f" {path!r}{advice}"
             )
+
+
+def _escape(path: str) -> str:
+    return path.replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
 
 
 def write_graph(folder: str, steps: Sequence[Step]) -> None:
@@ -90,15 +88,6 @@ def first_error(output: str) -> str:
     return first_line(output, _DIAGNOSTIC)
 
 
-def _failed_command(output: str) -> str:
-    """Returns the first command that ninja says has failed, "" if it names none."""
-    lines = iter(output.splitlines())
-    for line in lines:
-        if line.startswith("FAILED:"):
-            return next(lines, "").strip()
-    return ""
-
-
 def disk_full(what: str, folder: str, detail: str = "") -> DiskFullError:
     """Returns an error that says how many bytes are free on a full disk."""
     free = "an unknown number of"
@@ -127,27 +116,20 @@ def disk_errors(what: str, folder: str) -> Iterator[None]:
 
 
 class _Watch:
-    """Shell process that stops ninja, and so the compilers, if this process dies in any way.
+    """Shell process that stops ninja, and so the compilers, if this process dies in any way."""
 
-    A process that a signal kills cannot stop ninja, which is in a session of its own. The shell
-    reads a pipe whose other end this process holds: it ends with a line when ninja is done, without
-    one when this process has died. ``pipe`` is -1 once closed.
-    """
-
+    # its input, a pipe that this process holds, ends without a line if this process has died
     _SCRIPT = 'read -r done || kill -TERM "$1"'
 
     def __init__(self, ninja: int) -> None:
-        """Starts the shell for the ninja with process id ``ninja``."""
         self.process: subprocess.Popen[bytes] | None = None
         reading, self.pipe = os.pipe()
+        command = ["/bin/sh", "-c", self._SCRIPT, "sh", str(ninja)]
         try:
             self.process = subprocess.Popen(
-                ["/bin/sh", "-c", self._SCRIPT, "sh", str(ninja)],
-                stdin=reading,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
+                command, stdin=reading, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                 start_new_session=True,
-            )
+            )  # fmt: skip
             _watches.add(self)
         except OSError:  # there are no processes left; the build goes on
             self.forget()
@@ -185,7 +167,6 @@ os.register_at_fork(after_in_child=_forked)
 
 
 def _stop(process: subprocess.Popen[str]) -> None:
-    """Ends ninja and its compilers, by force after 5 s."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
     try:
@@ -205,14 +186,6 @@ def stop_all() -> bool:
     for process in running:
         _stop(process)
     return bool(running)
-
-
-def _finished(lines: Sequence[str], steps: int) -> bool:
-    """Returns True if ninja's output says that all steps are done and none failed."""
-    # the exit status does not tell: Python reports 0 if the program ignores SIGCHLD or waits itself
-    last = f"[{steps}/{steps}] "
-    failed = any(line.startswith("FAILED: ") for line in lines)
-    return not failed and any(line.startswith(last) for line in lines)
 
 
 # Becomes ninja with the signals that Python or its parent ignores as a program expects them.
@@ -285,7 +258,10 @@ def run(
             _running.discard(process)
             process.stdout.close()
             watch.end()
-        if process.returncode != 0 or not _finished(lines, len(steps)):
+        # the exit status is lost if the program ignores SIGCHLD or waits itself
+        done = any(line.startswith(f"[{len(steps)}/{len(steps)}] ") for line in lines)
+        failed = any(line.startswith("FAILED: ") for line in lines)
+        if process.returncode != 0 or failed or not done:
             _raise_failure(what, folder, "".join(lines), process.returncode, log)
 
 
@@ -303,8 +279,15 @@ def _raise_failure(what: str, folder: str, output: str, code: int, log: str) -> 
         file.write(output)
     if code < 0:  # a signal for ninja itself, in its own way of telling
         output += f"[code={128 - code}]"
-    error, command, hint = first_error(output), _failed_command(output), hints.building(output)
-    if code < 0 or code in (130, 137, 143) or hints.was_stopped(output):
+    error, hint = first_error(output), hints.building(output)
+    failed = re.search(r"^FAILED:.*\n(.*)", output, re.MULTILINE)
+    command = failed[1].strip() if failed else ""
+    if (
+        code < 0
+        or code in (130, 137, 143)
+        or hints.KILLED.search(output)
+        or hints.STOPPED.search(output)
+    ):
         what_for = "the build was stopped before the compiler could finish: "
     elif hints.NO_PERMISSION.search(error or output):
         error = error or first_line(output, hints.NO_PERMISSION)

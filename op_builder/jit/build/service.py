@@ -62,17 +62,6 @@ _built: set[tuple[int, int]] = set()  # files that this process has built or wai
 _turns: dict[_Identity, _Turn] = {}
 
 
-def _disabled(spec: OpSpec, device: str) -> JitDisabledError:
-    """Returns the error for a missing library that ``APEX_TE_DISABLE_JIT`` forbids to compile."""
-    command = f"python -m apex_te build --ops {spec.NAME} --device {device}"
-    note = why_missing(spec)
-    return JitDisabledError(
-        f"{spec.NAME} ({device}): no library is prebuilt or cached, and APEX_TE_DISABLE_JIT"
-        f" forbids building it; install with `{spec.BUILD_VAR}=1 pip install .`,"
-        f" or fill the cache with `APEX_TE_DISABLE_JIT=0 {command}`{note and '; ' + note}"
-    )
-
-
 def build(
     spec: OpSpec,
     device: str,
@@ -87,15 +76,20 @@ def build(
 ) -> OpenedLibrary:
     """Compiles and publishes a library, unless a cache holds it once the lock is taken.
 
-    ``force`` compiles even then. Else a compile error stored since 60 s before ``started`` is
-    raised instead; with ``APEX_TE_JIT_RETRY`` only one stored since ``started`` (seconds since the
-    epoch).
+    Raises instead a compile error stored up to 60 s before ``started``, in seconds since the epoch;
+    with ``APEX_TE_JIT_RETRY`` only one stored later. ``force`` compiles in any case.
     """
     from .ninja import disk_errors
     from .publish import Request, Vanished
 
     if env.jit_disabled():
-        raise _disabled(spec, device)
+        command = f"python -m apex_te build --ops {spec.NAME} --device {device}"
+        note = why_missing(spec)
+        raise JitDisabledError(
+            f"{spec.NAME} ({device}): no library is prebuilt or cached, and APEX_TE_DISABLE_JIT"
+            f" forbids building it; install with `{spec.BUILD_VAR}=1 pip install .`,"
+            f" or fill the cache with `APEX_TE_DISABLE_JIT=0 {command}`{note and '; ' + note}"
+        )
     started = time.time() if started is None else started
     archs = wanted_archs(spec, device, capability) if archs is None else archs
     compiler = library.compiler_version(spec, device, archs)
@@ -193,9 +187,8 @@ def open_library(
     turn = _turns.setdefault(identity, _Turn())
     me = threading.get_ident()
     if turn.owner == me:
-        raise ReentrantLoadError(
-            f"{spec.NAME} ({device}): loading it asked for the same library again"
-        )
+        what = f"{spec.NAME} ({device})"
+        raise ReentrantLoadError(f"{what}: loading it asked for the same library again")
     failures = turn.failures
     with turn.lock:
         try:
@@ -237,16 +230,15 @@ def load_library(
     opened = open_library(spec, device, capability, force=force, verbose=verbose)
     try:
         return _used(spec, device, opened, use)
-    except ImportError as error:
+    except ImportError as problem:
         if opened.file not in refused:
             raise
-        problem = error
-    for known in _opened.values():
-        known[:] = [each for each in known if each.file != opened.file]
-    try:
-        opened = open_library(spec, device, capability, verbose=verbose)
-    except BuildError as error:
-        raise problem from error
+        for known in _opened.values():
+            known[:] = [each for each in known if each.file != opened.file]
+        try:
+            opened = open_library(spec, device, capability, verbose=verbose)
+        except BuildError as error:
+            raise problem from error
     return _used(spec, device, opened, use)
 
 
@@ -260,7 +252,7 @@ def _used(
     except ImportError as error:
         from . import hints  # here, because importing it takes a while
 
-        if opened.file not in _built and hints.rebuild_helps(str(error)):
+        if opened.file not in _built and hints.REBUILT.search(str(error)):
             refused[opened.file] = str(error)
         raise hints.load_error(spec.NAME, opened.path, error, spec.BINDING == "pybind11") from None
 
@@ -281,7 +273,6 @@ _extensions: dict[str, tuple[OpSpec, ModuleType]] = {}
 
 
 def _refuse_taken(spec: OpSpec, name: str) -> None:
-    """Checks that the import name of an extension is not that of another module."""
     module = sys.modules.get(name)
     found = None
     if module is None:
@@ -327,12 +318,11 @@ def load_extension(spec: OpSpec, force: bool = False, verbose: bool = False) -> 
         except ImportError as error:
             if before is not None:
                 sys.modules[name] = before
-            raise ImportError(
+            text = (
                 f"{error} (the module cannot be imported: PYBIND11_MODULE must name"
-                f" TORCH_EXTENSION_NAME or {spec.NAME}; libraries_args() adds libraries to link)",
-                name=name,
-                path=error.path,
-            ) from error
+                f" TORCH_EXTENSION_NAME or {spec.NAME}; libraries_args() adds libraries to link)"
+            )
+            raise ImportError(text, name=name, path=error.path) from error
         _extensions[name] = (spec, module)
         return module
 
