@@ -33,7 +33,6 @@ def _where(entry: Any) -> str:
 
 
 def _load(name: str, entries: list[EntryPoint]) -> OpBuilder:
-    """Imports and registers the builder, with NAME ``name``, that entry points name."""
     if name in suite_names():
         raise DuplicateOpError(f"{_where(entries[0])}: the suite has an op {name!r} already")
     if len(entries) > 1:

@@ -21,13 +21,8 @@ _TOKEN = re.compile(r"(\d+)\.(\d)([af]?)(\+PTX)?", re.IGNORECASE)
 _GFX = re.compile(r"gfx(\d{1,2})(\d)([0-9a-f])((?::[\w-]+[+-])*)", re.IGNORECASE)
 KFD_NODES = "/sys/class/kfd/kfd/topology/nodes"  # the kernel driver's list of AMD GPUs
 _OWN_ARCH = re.compile(r"_sm(\d+)(\d)_cuda\.cu$")
-_NAMES = {
-    "turing": "7.5",
-    "ampere": "8.0 8.6",
-    "ada": "8.9",
-    "hopper": "9.0",
-    "blackwell": "10.0 12.0",
-}
+_NAMES = {"turing": "7.5", "ampere": "8.0 8.6", "ada": "8.9", "hopper": "9.0"}
+_NAMES["blackwell"] = "10.0 12.0"
 
 
 class Arch(NamedTuple):

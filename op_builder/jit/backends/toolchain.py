@@ -13,16 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from ..errors import (
-    ArchError,
-    BuildError,
-    CompilerNotFoundError,
-    HeaderNotFoundError,
-    HipccNotFoundError,
-    NinjaNotFoundError,
-    NvccNotFoundError,
-    SettingError,
-)
+from .. import errors
 from ..platform import is_cross_compiling, machine, output_of
 
 _ONE_MACHINE = re.compile(r"-m(arch|cpu)=native")
@@ -78,9 +69,11 @@ def _words(variable: str) -> list[str]:
     try:
         words = shlex.split(text)
     except ValueError as error:
-        raise SettingError(f"{variable}={text!r} cannot be split into words: {error}") from None
+        raise errors.SettingError(
+            f"{variable}={text!r} cannot be split into words: {error}"
+        ) from None
     if reason := unfit_flag(words):
-        raise SettingError(
+        raise errors.SettingError(
             f"{variable}={text!r}: {reason}; a library in the cache or a package serves others, too"
         )
     return words
@@ -100,7 +93,7 @@ def find_cxx() -> list[str]:
         if found := shutil.which(command[0]):
             return [found, *command[1:]]
     detail = f"CXX={whole!r} is not a program on PATH" if named else f"no {usual[0]} on PATH"
-    raise CompilerNotFoundError(
+    raise errors.CompilerNotFoundError(
         f"no C++ compiler found: {detail}; install one (Debian and Ubuntu: apt install {package})"
     )
 
@@ -149,7 +142,7 @@ def _find_toolkit(
     flags: Sequence[str],
     homes: Sequence[str],
     usual: Callable[[], Sequence[str]],
-    missing: Callable[[str], BuildError],
+    missing: Callable[[str], errors.BuildError],
     advice: str,
 ) -> Nvcc:
     """Returns a GPU compiler; a folder that the first variable of ``homes`` names must have it."""
@@ -190,7 +183,7 @@ def find_nvcc() -> Nvcc:
         ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"),
         CUDA_HOMES,
         _usual_cuda_homes,
-        NvccNotFoundError,
+        errors.NvccNotFoundError,
         "no nvcc found, which compiles for CUDA tensors (CPU tensors work without it): install the"
         " CUDA toolkit or `pip install nvidia-cuda-nvcc`, or name its folder in APEX_TE_CUDA_HOME",
     )
@@ -203,7 +196,7 @@ def find_hipcc() -> Nvcc:
         ("HIPCC_COMPILE_FLAGS_APPEND", "HIPCC_LINK_FLAGS_APPEND"),
         ROCM_HOMES,
         lambda: ["/opt/rocm", *sorted(glob.glob("/opt/rocm-*"), reverse=True)],
-        HipccNotFoundError,
+        errors.HipccNotFoundError,
         "no hipcc found, which compiles for AMD GPUs (CPU tensors work without it): install ROCm's"
         " hipcc (Debian and Ubuntu: apt install hipcc), or name its folder in APEX_TE_ROCM_HOME",
     )
@@ -235,7 +228,7 @@ def check_archs(nvcc: Nvcc, numbers: Sequence[str]) -> None:
     for number in (number.rstrip("af") for number in numbers):
         if known and number not in known:
             names = ", ".join(f"{n[:-1]}.{n[-1]}" for n in sorted(known, key=int))
-            raise ArchError(
+            raise errors.ArchError(
                 f"unknown CUDA arch {number[:-1]}.{number[-1]}"
                 f" for {nvcc.path} ({nvcc_version(nvcc)}), which knows {names}"
             )
@@ -258,7 +251,7 @@ def find_ninja() -> str:
                 return path
     if found := shutil.which("ninja"):
         return found
-    raise NinjaNotFoundError("no ninja found, which drives the compilers: pip install ninja")
+    raise errors.NinjaNotFoundError("no ninja found, which drives the compilers: pip install ninja")
 
 
 def python_include() -> str:
@@ -267,7 +260,7 @@ def python_include() -> str:
 
     folder = sysconfig.get_paths()["include"]
     if not os.path.isfile(os.path.join(folder, "Python.h")):
-        raise HeaderNotFoundError(
+        raise errors.HeaderNotFoundError(
             f"Python.h is not in {folder}: install Python's headers"
             f" (Debian and Ubuntu: apt install python3-dev; or python{sys.version_info[0]}."
             f"{sys.version_info[1]}-dev for another Python than the system's)"
@@ -282,14 +275,14 @@ def pybind11_include() -> str:
         folder = os.path.join(package, "include")
         if os.path.isfile(os.path.join(folder, "pybind11", "pybind11.h")):
             return folder
-    raise HeaderNotFoundError("pybind11's headers are missing: pip install pybind11")
+    raise errors.HeaderNotFoundError("pybind11's headers are missing: pip install pybind11")
 
 
 def pybind11_version() -> str:
     """Returns the version in pybind11's own header, "none" without pybind11."""
     try:
         path = os.path.join(pybind11_include(), "pybind11", "detail", "common.h")
-    except HeaderNotFoundError:
+    except errors.HeaderNotFoundError:
         return "none"
     with open(path, encoding="utf-8", errors="replace") as file:
         head = file.read(8192)
@@ -308,7 +301,7 @@ def find_header(header: str, package: str, nvcc: Nvcc) -> list[str]:
             include = os.path.join(folder, "nvidia", name, "include")
             if os.path.isfile(os.path.join(include, header)):
                 return [include]
-    raise HeaderNotFoundError(
+    raise errors.HeaderNotFoundError(
         f"{header} is neither in the CUDA toolkit {nvcc.home} nor in a wheel:"
         f" pip install nvidia-{package}"
     )

@@ -146,7 +146,6 @@ _LOAD_RULES: _Rules = {
 
 
 def _first(rules: _Rules, text: str) -> str:
-    """Returns the advice of the first rule whose pattern is found in ``text``, "" if none is."""
     for pattern, advice in rules.items():
         if match := pattern.search(text):
             return advice.format(**match.groupdict()) if isinstance(advice, str) else advice(match)

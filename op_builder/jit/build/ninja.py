@@ -12,15 +12,9 @@ import subprocess
 import threading
 from collections.abc import Iterator, Sequence
 
+from .. import errors
 from ..backends.library import Step
 from ..backends.toolchain import find_ninja
-from ..errors import (
-    BuildError,
-    BuildInterruptedError,
-    CompileError,
-    DiskFullError,
-    NoPermissionError,
-)
 from ..platform import python_program
 from . import failure, hints, resources
 from .progress import Progress
@@ -50,7 +44,7 @@ def _check_paths(what: str, folder: str, steps: Sequence[Step]) -> None:
         unfit = next((c for c in path if not c.isprintable() or c in refused), None)
         if unfit is not None:
             advice = "; name another folder with APEX_TE_CACHE_DIR" if path is folder else ""
-            raise BuildError(
+            raise errors.BuildError(
                 f"{what}: a path of a build must not have the character {unfit!r}, got"
                 f" {path!r}{advice}"
             )
@@ -88,14 +82,14 @@ def first_error(output: str) -> str:
     return first_line(output, _DIAGNOSTIC)
 
 
-def disk_full(what: str, folder: str, detail: str = "") -> DiskFullError:
+def disk_full(what: str, folder: str, detail: str = "") -> errors.DiskFullError:
     """Returns an error that says how many bytes are free on a full disk."""
     free = "an unknown number of"
     with contextlib.suppress(OSError):
         status = os.statvfs(folder)
         free = str(status.f_bavail * status.f_frsize)
     hint = f" ({detail})" if detail else ""
-    return DiskFullError(
+    return errors.DiskFullError(
         f"{what}: no space to build in {folder}, {free} bytes free{hint};"
         " free some or name another folder with APEX_TE_CACHE_DIR"
     )
@@ -103,7 +97,7 @@ def disk_full(what: str, folder: str, detail: str = "") -> DiskFullError:
 
 @contextlib.contextmanager
 def disk_errors(what: str, folder: str) -> Iterator[None]:
-    """Turns the ``OSError`` of a full disk or a refused access into a ``BuildError``."""
+    """Turns the ``OSError`` of a full disk or a refused access into a ``errors.BuildError``."""
     try:
         yield
     except OSError as error:
@@ -111,7 +105,9 @@ def disk_errors(what: str, folder: str) -> Iterator[None]:
             raise disk_full(what, folder, error.strerror or "") from None
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             text = f"{error.filename or folder}: {error.strerror}"
-            raise NoPermissionError(f"{what}: {_details(text, hints.building(text))}") from None
+            raise errors.NoPermissionError(
+                f"{what}: {_details(text, hints.building(text))}"
+            ) from None
         raise
 
 
@@ -198,7 +194,6 @@ os.execv(sys.argv[1], sys.argv[1:])
 
 
 def _ignores_children() -> bool:
-    """Returns True if this process ignores SIGCHLD, which a program that it starts inherits."""
     with contextlib.suppress(OSError, ValueError), open("/proc/self/status", "rb") as file:
         for line in file:
             if line.startswith(b"SigIgn:"):
@@ -207,7 +202,6 @@ def _ignores_children() -> bool:
 
 
 def _start(command: list[str], folder: str) -> tuple[subprocess.Popen[str], _Watch]:
-    """Starts ninja in ``folder`` and the shell that stops it if this process dies."""
     # LC_ALL: messages are searched for "error:"; TMPDIR: a killed build leaves nothing elsewhere
     if _ignores_children() and (python := python_program()) is not None:
         # ninja before 1.12 and some compilers never see their children end
@@ -266,7 +260,6 @@ def run(
 
 
 def _details(error: str, hint: str, command: str = "", log: str = "", next_try: str = "") -> str:
-    """Returns the text of a build's error: a first line, and indented lines for what is known."""
     more = {"hint": hint, "command": command, "log": log, "next try": next_try}
     return "\n".join([error, *(f"  {name}: {text}" for name, text in more.items() if text)])
 
@@ -291,12 +284,12 @@ def _raise_failure(what: str, folder: str, output: str, code: int, log: str) -> 
         what_for = "the build was stopped before the compiler could finish: "
     elif hints.NO_PERMISSION.search(error or output):
         error = error or first_line(output, hints.NO_PERMISSION)
-        raise NoPermissionError(f"{what}: {_details(error, hint, command, log)}")
+        raise errors.NoPermissionError(f"{what}: {_details(error, hint, command, log)}")
     elif error:
         text = _details(error, hint, command, log, failure.NEXT_TRY)
-        raise CompileError(f"{what}: {text}", error, command, log, hint)
+        raise errors.CompileError(f"{what}: {text}", error, command, log, hint)
     else:
         what_for = "the build failed without a compiler's message: "
     last = " / ".join(line.strip() for line in output.strip().splitlines()[-3:])[:_LONGEST_LINE]
     text = _details(f"{error or last} (ninja returned {code})", hint, command, log)
-    raise BuildInterruptedError(f"{what}: {what_for}{text}")
+    raise errors.BuildInterruptedError(f"{what}: {what_for}{text}")

@@ -66,7 +66,6 @@ class _Screen:
         return [f"{line}\n" for line in lines[:-1]] + lines[-1:]
 
     def _run(self, wake: threading.Event) -> None:
-        """Draws the lines five times a second until ``wake`` is set; the thread's function."""
         while not wake.wait(_PAUSE):
             with self._lock, contextlib.suppress(Exception):
                 if wake.is_set():

@@ -98,7 +98,6 @@ class Vanished(BuildInterruptedError):
 
 
 def _sync(fd: int) -> None:
-    """Writes a file's content through to the disk, if its file system can."""
     try:
         os.fsync(fd)
     except OSError as error:
@@ -122,7 +121,6 @@ def remove_leftovers(root: str, name: str) -> None:
 def _write_entry(
     entry: Folder, library: int, request: Request, seconds: float, commands: list[str]
 ) -> None:
-    """Writes the manifest beside a library just compiled, and both through to the disk."""
     with open(library, "rb", closefd=False) as file:
         file.seek(0)
         content = file.read()

@@ -56,7 +56,6 @@ def _groups(controller: str) -> Iterator[str]:
 
 
 def _cpu_limits() -> Iterator[float]:
-    """Yields the number of CPUs that each control group allows."""
     for folder in _groups("2"):
         quota, _, period = text_of(f"{folder}/cpu.max").partition(" ")
         if (limit := _number(quota)) is not None:

@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, TypeVar
 
 from ...spec import OpSpec
-from .. import env
+from .. import env, errors
 from ..backends import library
 from ..backends.archs import (
     Arch,
@@ -25,14 +25,6 @@ from ..backends.archs import (
     visible_capabilities,
 )
 from ..backends.pybind import installed_torch
-from ..errors import (
-    BuildError,
-    CompileError,
-    DuplicateOpError,
-    JitDisabledError,
-    ReentrantLoadError,
-    build_errors,
-)
 from ..find import cache
 from ..find.cache import OpenedLibrary, look_up, refused, wanted_archs
 from ..find.inventory import why_missing
@@ -52,7 +44,7 @@ class _Turn:
         self.lock = threading.Lock()
         self.owner: int | None = None
         self.failures = 0
-        self.error = BuildError()
+        self.error = errors.BuildError()
         self.asked: tuple[Capability | None, bool] = (None, False)
 
 
@@ -85,7 +77,7 @@ def build(
     if env.jit_disabled():
         command = f"python -m apex_te build --ops {spec.NAME} --device {device}"
         note = why_missing(spec)
-        raise JitDisabledError(
+        raise errors.JitDisabledError(
             f"{spec.NAME} ({device}): no library is prebuilt or cached, and APEX_TE_DISABLE_JIT"
             f" forbids building it; install with `{spec.BUILD_VAR}=1 pip install .`,"
             f" or fill the cache with `APEX_TE_DISABLE_JIT=0 {command}`{note and '; ' + note}"
@@ -112,7 +104,7 @@ def build(
             cache.prepare(target, *inside)
         return _build_in(target, request)
     except OSError as error:
-        raise BuildError(f"{request.what}: cannot be built: {error}") from error
+        raise errors.BuildError(f"{request.what}: cannot be built: {error}") from error
 
 
 def _build_in(target: cache.Location, request: Request) -> OpenedLibrary:
@@ -155,7 +147,7 @@ def _build_in(target: cache.Location, request: Request) -> OpenedLibrary:
             publish.remove_leftovers(target.path, request.folder)
         try:
             built = publish.build(request, target, published)
-        except CompileError as error:
+        except errors.CompileError as error:
             failure.store(failed, error, request.compiler)
             raise
         failure.forget(failed)
@@ -163,7 +155,6 @@ def _build_in(target: cache.Location, request: Request) -> OpenedLibrary:
 
 
 def _kept(identity: _Identity, capability: Capability | None) -> OpenedLibrary | None:
-    """Returns a library that this process has opened and that serves ``capability``, or None."""
     for opened in _opened.get(identity, ()):
         serves = capability is None or not opened.archs or covered(opened.archs, capability)
         if serves and opened.is_open():
@@ -188,7 +179,7 @@ def open_library(
     me = threading.get_ident()
     if turn.owner == me:
         what = f"{spec.NAME} ({device})"
-        raise ReentrantLoadError(f"{what}: loading it asked for the same library again")
+        raise errors.ReentrantLoadError(f"{what}: loading it asked for the same library again")
     failures = turn.failures
     with turn.lock:
         try:
@@ -197,7 +188,7 @@ def open_library(
                 return kept
             if turn.failures != failures and turn.asked == asked:
                 raise copy.copy(turn.error)
-            with build_errors(f"{spec.NAME} ({device})"):
+            with errors.build_errors(f"{spec.NAME} ({device})"):
                 spec.check_device(device)
                 if capability is None and spec.needs_archs(device):
                     devices = initialised_capabilities()
@@ -208,7 +199,7 @@ def open_library(
                     _built.add(opened_now.file)
             _opened.setdefault(identity, []).insert(0, opened_now)
             return opened_now
-        except BuildError as error:
+        except errors.BuildError as error:
             # a copy: the original holds the frames of this thread
             turn.error, turn.asked = copy.copy(error), asked
             turn.failures += 1
@@ -237,7 +228,7 @@ def load_library(
             known[:] = [each for each in known if each.file != opened.file]
         try:
             opened = open_library(spec, device, capability, verbose=verbose)
-        except BuildError as error:
+        except errors.BuildError as error:
             raise problem from error
     return _used(spec, device, opened, use)
 
@@ -247,7 +238,7 @@ def _used(
 ) -> _T:
     """Returns what ``use`` returns; adds a library to ``refused`` if another build may load."""
     try:
-        with build_errors(f"{spec.NAME} ({device})"):
+        with errors.build_errors(f"{spec.NAME} ({device})"):
             return use(opened)
     except ImportError as error:
         from . import hints  # here, because importing it takes a while
@@ -294,7 +285,7 @@ def load_extension(spec: OpSpec, force: bool = False, verbose: bool = False) -> 
     with _import_lock:
         known = _extensions.get(name)
         if known is not None and known[0].root != spec.root:
-            raise DuplicateOpError(
+            raise errors.DuplicateOpError(
                 f"{name}: extensions of {known[0].root} and of {spec.root} have the same name"
             )
         if known is not None and not force:

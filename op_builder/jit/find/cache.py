@@ -261,7 +261,6 @@ def _checksum(fd: int, size: int) -> int | None:
 
 
 def _open_library(entry: Folder, name: str, manifest: _Manifest) -> int:
-    """Returns the descriptor of a library after comparing it with its manifest."""
     fd = entry.file(name)
     try:
         size, path = os.fstat(fd).st_size, f"{entry.path}/{name}"

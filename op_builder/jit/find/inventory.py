@@ -75,7 +75,6 @@ def tree_bytes(path: str) -> int:
 
 
 def _fits(name: str, value: Any) -> bool:
-    """Returns True if an entry of a manifest has the type that ``publish`` writes."""
     if name in ("seconds", "time", "size"):
         return isinstance(value, (int, float)) and 0 <= value < 1e15
     if name in ("archs", "flags", "extras"):

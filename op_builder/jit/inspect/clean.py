@@ -57,7 +57,6 @@ class Cleaner:
         return os.path.join(self.place.path, *parts)
 
     def _names(self, *parts: str) -> list[str]:
-        """Returns the sorted names in a folder of the cache, none if there is no such folder."""
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             return sorted(os.listdir(self._path(*parts)))
         return []
@@ -125,7 +124,6 @@ class Cleaner:
         return f"{found[0]} in it is not ours" if found else ""
 
     def _remove(self, folder: str, doomed: list[tuple[str, str, str]]) -> None:
-        """Removes entries of one key, and the whole folder with its logs if no entry remains."""
         for path, name, reason in doomed:
             self._note(path, name, reason)
         if self.dry:
@@ -148,7 +146,10 @@ class Cleaner:
             owner = name.rpartition(".")[0]
             if FOLDER.fullmatch(owner) is None or os.path.islink(path):
                 self._note(path, name, "it is no build folder of ours", left=True)
-            elif time.time() - os.lstat(path).st_mtime >= oldest:
+                continue
+            with contextlib.suppress(FileNotFoundError):  # gone meanwhile
+                if time.time() - os.lstat(path).st_mtime < oldest:
+                    continue
                 with self._locked(owner) as problem:
                     if not problem and not lock.is_abandoned(path, time.time()):
                         problem = "its builder may be alive"
@@ -171,8 +172,9 @@ class Cleaner:
                 self._note(path, name, "it is no GEMM table", left=True)
                 continue
             self._note(path, name, "all")
-            if not self.dry:
-                os.unlink(path)
+            with contextlib.suppress(FileNotFoundError):
+                if not self.dry:
+                    os.unlink(path)
         if not self.dry:
             with contextlib.suppress(OSError):  # not empty, or not there
                 os.rmdir(self._path(_TUNING))

@@ -176,7 +176,6 @@ def _gpus(facts: Facts) -> Iterator[str]:
 
 
 def _fields(name: str, texts: Iterable[str]) -> Iterator[str]:
-    """Yields the lines of texts; the first is named."""
     for index, text in enumerate(texts):
         yield from field("" if index else name, text)
 

@@ -44,7 +44,6 @@ def run_why(args: argparse.Namespace) -> int:
 
 
 def _devices(spec: OpSpec, device: str | None, here: gathered.Here) -> list[str]:
-    """Returns the devices to explain: ``device``, else those that a build here would be for."""
     if device is not None:
         spec.check_device(device)
         return [device]

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ...spec import DISPATCHER, JaxHandlersSpec, OpSpec
-from .. import env
+from .. import env, errors
 from ..backends import pythons
 from ..backends.archs import (
     Arch,
@@ -25,14 +25,6 @@ from ..backends.archs import (
 )
 from ..backends.pythons import DispatcherSpec
 from ..build import lock, ninja, resources
-from ..errors import (
-    ArchError,
-    BuildError,
-    JitDisabledError,
-    PrebuildError,
-    SettingError,
-    unknown_op,
-)
 from ..find import cache
 from ..find.cache import Location
 from ..platform import soabi
@@ -175,7 +167,7 @@ class Targets(NamedTuple):
             return cls(None, tuple(visible_capabilities()))
         archs = parse_arch_list(named[1], visible_capabilities)
         if not archs:
-            raise ArchError(f"{named[0]} names no CUDA arch, got {named[1]!r}")
+            raise errors.ArchError(f"{named[0]} names no CUDA arch, got {named[1]!r}")
         return cls((named[0], ";".join(str(arch) for arch in archs)))
 
     @property
@@ -203,7 +195,7 @@ def plan(
         if choice.wanted and spec.needs_archs(device):
             try:
                 archs = targets.of(spec)
-            except ArchError as error:
+            except errors.ArchError as error:
                 # a group takes what there is for these archs; but without any, nothing is right
                 if choice.insisted or not targets.known:
                     raise
@@ -240,7 +232,7 @@ def _build_one(
         )  # fmt: skip
         os.close(opened.fd)
         return manifest_report(wanted, "built", opened.path)
-    except BuildError as error:
+    except errors.BuildError as error:
         return wanted.report("failed", reason=str(error))
     except Exception as error:  # a thread must answer; anything else here is an error of its own
         return wanted.report("failed", reason=f"{type(error).__name__}: {error}")
@@ -291,7 +283,6 @@ def build_all(
 
 
 def _fitting(pending: list[Wanted], free: int) -> Iterator[tuple[Wanted, int]]:
-    """Removes from ``pending`` the libraries whose builds can start now."""
     while pending and free:
         item = pending.pop(0)
         sources = len(item.spec.device_sources(item.device))
@@ -308,11 +299,11 @@ def choose_ops(
 ) -> list[Choice]:
     """Returns a decision for each library of ``ops`` on ``device``; None stands for all of them."""
     if device is not None and device not in DEVICES:
-        raise SettingError(f"device must be one of {', '.join(DEVICES)}, got {device!r}")
+        raise errors.SettingError(f"device must be one of {', '.join(DEVICES)}, got {device!r}")
     names = sorted(builders) if ops is None else [ops] if isinstance(ops, str) else list(ops)
     for name in names:
         if name not in builders and name != DISPATCHER:
-            raise unknown_op(name, sorted(builders))
+            raise errors.unknown_op(name, sorted(builders))
     choices = []
     for name in dict.fromkeys(names):
         if (spec := builders.get(name)) is None:
@@ -357,7 +348,7 @@ def into_cache(
     """Compiles what no cache holds of the wanted libraries and the dispatcher into the user's."""
     started, begin = time.time(), time.monotonic()
     if jobs is not None and jobs < 1:
-        raise SettingError(f"jobs must be an integer >= 1, got {jobs}")
+        raise errors.SettingError(f"jobs must be an integer >= 1, got {jobs}")
     wanted, skipped = plan(builders, choices, targets)
     wanted = [*dispatchers([None]), *(jax_handlers() if jax else ()), *wanted]
     rows: dict[Wanted, LibraryReport] = {}
@@ -365,7 +356,7 @@ def into_cache(
     limit = jobs or resources.jobs()
     if missing:
         if env.jit_disabled():
-            raise JitDisabledError(
+            raise errors.JitDisabledError(
                 f"{', '.join(f'{item.op} ({item.device})' for item in missing)}: neither prebuilt"
                 " nor cached, and APEX_TE_DISABLE_JIT forbids building"
             )
@@ -379,5 +370,5 @@ def into_cache(
     libraries = (*(rows[item] for item in wanted), *skipped)
     report = BuildReport(libraries, time.monotonic() - begin, limit)
     if not report.ok:
-        raise PrebuildError(report.failures(), report)
+        raise errors.PrebuildError(report.failures(), report)
     return report
