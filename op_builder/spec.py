@@ -197,6 +197,11 @@ class OpSpec:
         """True if another package than apex_te declares the op."""
         return self.root != SUITE
 
+    @property
+    def suite_root(self) -> str:
+        """Folder of apex_te, whose headers another package's op may use; "" for apex_te's ops."""
+        return str(SUITE) if self.is_outside else ""
+
     def _root_hint(self) -> str:
         """Returns advice to set ``ROOT``, for messages about missing files; "" if it is set."""
         if self.is_outside:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from ...spec import SUITE, OpSpec
+from ...spec import OpSpec
 from ..backends.library import key_extras, key_flags
 from ..errors import UnknownOpError
 from ..platform import machine
@@ -25,7 +25,7 @@ def normalise(flags: Iterable[str], root: str) -> list[str]:
 
 def _named_sources(spec: OpSpec, device: str) -> dict[str, bytes]:
     """Returns the SHA-256 digests of a library's sources and headers by name, sorted."""
-    root, suite = str(spec.root), str(SUITE) if spec.is_outside else ""
+    root, suite = str(spec.root), spec.suite_root
 
     def name(path: str) -> str:
         if suite and path.startswith(suite + os.sep) and not path.startswith(root + os.sep):
