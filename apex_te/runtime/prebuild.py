@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from .named_arguments import named_arguments
 
 if TYPE_CHECKING:
-    from ..op_builder.jit.prebuild.batch import BuildReport
+    from ..op_builder.jit.prebuild.build_report import BuildReport
 
 __all__ = ["prebuild"]
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from .text import did_you_mean
 
 if TYPE_CHECKING:
-    from .prebuild.batch import BuildReport
+    from .prebuild.build_report import BuildReport
 
 
 class BuildError(RuntimeError):
