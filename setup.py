@@ -27,7 +27,7 @@ except ImportError:  # before setuptools 70.1
 
 from op_builder import all_builders  # noqa: E402
 from op_builder.jit.errors import BuildError, PrebuildError  # noqa: E402
-from op_builder.jit.prebuild import install, user_cache  # noqa: E402
+from op_builder.jit.prebuild import batch, install  # noqa: E402
 from op_builder.jit.prebuild.batch import Targets  # noqa: E402
 
 BUILDERS = all_builders()
@@ -69,7 +69,7 @@ class BuildPython(build_py):
         """Builds libraries into the package, or into the user's cache for an editable install."""
         try:
             if target is None:
-                report = user_cache.into_cache(BUILDERS, CHOICES, Targets.find())
+                report = batch.into_cache(BUILDERS, CHOICES, Targets.find())
             else:
                 report = install.into_package(BUILDERS, CHOICES, os.path.abspath(target))
         except PrebuildError as error:

@@ -12,6 +12,7 @@ of 512 MB reads and writes in that time. Each time is the best of many calls tha
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import sys
 import tempfile
@@ -29,7 +30,6 @@ import bench_activations
 import bench_bias_dropout_add
 import bench_quantizers
 import bench_rope
-import bench_swiglu
 import harness
 
 from apex_te.ops import hif8, multi_tensor, multi_tensor_optim
@@ -75,9 +75,7 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 def backward_of(formula: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> Callable[[], Any]:
     """Autograd's backward pass through a formula, alone."""
-    leaves = [t.clone().requires_grad_() for t in inputs]
-    out = formula(*leaves)
-    return partial(torch.autograd.grad, out, leaves, torch.randn_like(out), retain_graph=True)
+    return harness.backward(formula, inputs)
 
 
 def in_fp8(formula: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> Callable[[], Any]:
@@ -164,7 +162,7 @@ def norms(dtype: torch.dtype) -> Rows:
 def activations(dtype: torch.dtype) -> Rows:
     x, dy = (randn(ROWS, COLS, dtype=dtype) for _ in range(2))
     bias, wide = randn(COLS, dtype=dtype), randn(ROWS, 2 * COLS, dtype=dtype)
-    glu, gelu = bench_swiglu.fwd, bench_activations.gelu
+    glu, gelu = bench_activations.fwd, bench_activations.gelu
     yield Row("swiglu fwd", partial(swiglu_fwd, wide), partial(glu, wide))
     yield Row("swiglu bwd", partial(swiglu_bwd, dy, wide), backward_of(glu, wide))
     to_fp8 = partial(swiglu_fwd_fp8, wide, None, ONE, E4M3)
@@ -211,8 +209,7 @@ def attention(dtype: torch.dtype) -> Rows:
     freqs = torch.outer(torch.arange(1024.0), 1e4 ** -torch.arange(0.0, 1.0, 1 / 64)).repeat(1, 2)
     cos, sin = (t[:, None, None, :].to(dtype) for t in (freqs.cos(), freqs.sin()))
     rotate = partial(bench_rope.formula, cos=cos, sin=sin)
-    leaf = q.clone().requires_grad_()
-    backward = partial(torch.autograd.grad, rope(leaf, freqs), leaf, dq, retain_graph=True)
+    backward = harness.backward(partial(rope, freqs=freqs), [q], dq)
     yield Row("rope fwd", partial(rope, q, freqs), partial(rotate, q))
     yield Row("rope bwd", backward, backward_of(rotate, q))
 
@@ -221,10 +218,7 @@ def losses(dtype: torch.dtype) -> Rows:
     x, residual, dy = (randn(ROWS, COLS, dtype=dtype) for _ in range(3))
     inputs = (x, randn(COLS, dtype=dtype), residual)
     dropped = partial(bench_bias_dropout_add.formula, p=0.1)
-    leaves = [t.clone().requires_grad_() for t in inputs]
-    backward = partial(
-        torch.autograd.grad, bias_dropout_add(*leaves, 0.1), leaves, dy, retain_graph=True
-    )
+    backward = harness.backward(partial(bias_dropout_add, p=0.1), inputs, dy)
     forward = partial(bias_dropout_add, *inputs, 0.1)
     yield Row("bias_dropout_add fwd", forward, partial(dropped, *inputs))
     yield Row("bias_dropout_add bwd", backward, backward_of(dropped, *inputs))
@@ -252,18 +246,17 @@ def lists(dtype: torch.dtype) -> Rows:
         torch._foreach_mul_(ys, 0.5)
         torch._foreach_add_(ys, xs, alpha=0.5)
 
+    adamw = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.1, "eps": 1e-8}
     fused_adamw = partial(
-        torch._fused_adamw_, mine, xs, mm, vv, [], steps, lr=1e-3, beta1=0.9, beta2=0.999,
-        weight_decay=0.1, eps=1e-8, amsgrad=False, maximize=False,
-    )  # fmt: skip
+        torch._fused_adamw_, mine, xs, mm, vv, [], steps, **adamw, amsgrad=False, maximize=False
+    )
+    nesterov = {"dampening": 0.0, "nesterov": False, "maximize": False, "is_first_step": False}
     fused_sgd = partial(
-        torch._fused_sgd_, mine, xs, mm, weight_decay=0.1, momentum=0.9, lr=1e-3, dampening=0.0,
-        nesterov=False, maximize=False, is_first_step=False,
-    )  # fmt: skip
+        torch._fused_sgd_, mine, xs, mm, weight_decay=0.1, momentum=0.9, lr=1e-3, **nesterov
+    )
     decay: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.1}
 
     def each(reference: Callable[..., Any], *tensors: list[torch.Tensor], **more: Any) -> Any:
-        """A reference of one parameter's step, over all of them."""
         return lambda: [reference(*ts, **decay, **more) for ts in zip(*tensors, strict=True)]
 
     is_wide = dtype is torch.float32
@@ -316,8 +309,8 @@ def copy_gigabytes_per_second() -> float:
 def measure(row: Row, dtype: torch.dtype, copy: float) -> dict[str, Any]:
     calls = [row.call] if row.formula is None else [row.call, row.formula]
     us, *formula = best_us(calls)
-    result: dict[str, Any] = {"function": row.function, "dtype": str(dtype).removeprefix("torch.")}
-    result["us"] = us
+    name = str(dtype).removeprefix("torch.")
+    result: dict[str, Any] = {"function": row.function, "dtype": name, "us": us}
     if formula:
         result |= {"formula us": formula[0], "over formula": formula[0] / us}
     if row.num_bytes:
@@ -328,21 +321,18 @@ def measure(row: Row, dtype: torch.dtype, copy: float) -> dict[str, Any]:
 
 def main() -> None:
     wanted = sys.argv[1:]
-    before = os.getloadavg()[0]
-    copy = copy_gigabytes_per_second()
+    before, copy = os.getloadavg()[0], copy_gigabytes_per_second()
     rows = []
-    for dtype in (torch.bfloat16, torch.float32):
-        for family in FAMILIES:
-            for row in family(dtype):
-                if not wanted or any(name in row.function for name in wanted):
-                    rows.append(measure(row, dtype, copy))
-            gc.collect()
+    for dtype, family in itertools.product((torch.bfloat16, torch.float32), FAMILIES):
+        for row in family(dtype):
+            if not wanted or any(name in row.function for name in wanted):
+                rows.append(measure(row, dtype, copy))
+        gc.collect()
     if wanted:
         os.environ["OUT"] = tempfile.mkdtemp()
-    harness.report(
-        "cpu", rows, threads=torch.get_num_threads(), copy_gb_s=round(copy, 1),
-        load=f"{before:.2f} to {os.getloadavg()[0]:.2f}",
-    )  # fmt: skip
+    load = f"{before:.2f} to {os.getloadavg()[0]:.2f}"
+    threads = torch.get_num_threads()
+    harness.report("cpu", rows, threads=threads, copy_gb_s=round(copy, 1), load=load)
 
 
 if __name__ == "__main__":

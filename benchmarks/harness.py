@@ -26,15 +26,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from result_file import output_of, provenance, result_text
 
 Row = dict[str, Any]  # of a results file
-Peers = dict[str, Callable[[], Any]]  # other implementations, by name
+Call = Callable[[], Any]
+Peers = dict[str, Call]  # other implementations, by name
 Rows = Callable[..., Iterable[Row]]
+Small = Callable[[torch.Tensor], Peers]
 Sums = Callable[[list[Row]], dict[str, Any]]
 
 # Layouts of a cast's outputs, by name, as its arguments.
 LAYOUTS = {
-    "both": {"rowwise": True, "columnwise": True},
-    "rowwise": {"rowwise": True, "columnwise": False},
-    "columnwise": {"rowwise": False, "columnwise": True},
+    name: {"rowwise": name != "columnwise", "columnwise": name != "rowwise"}
+    for name in ("both", "rowwise", "columnwise")
 }
 
 _FLUSH_BYTES = 256 << 20
@@ -45,13 +46,11 @@ def environment() -> dict[str, Any]:
     """Returns what a figure depends on: date, commit, versions, CPU and GPU."""
     info = {**provenance(), "torch": torch.__version__}
     if torch.cuda.is_available():
-        info["gpu"] = torch.cuda.get_device_name()
-        info["driver"] = _smi("driver_version")
+        info |= {"gpu": torch.cuda.get_device_name(), "driver": _smi("driver_version")}
     return info
 
 
 def _smi(query: str) -> str:
-    """Returns the answer of nvidia-smi to ``query`` for the first GPU."""
     told = output_of("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits")
     return told.partition("\n")[0]
 
@@ -80,45 +79,32 @@ def _cold_us(call: Callable[[], Any]) -> float:
 
 def summary(times: list[float]) -> dict[str, float]:
     ordered = sorted(times)
-    return {
-        "us": statistics.median(ordered),
-        "p10": ordered[len(ordered) // 10],
-        "p90": ordered[len(ordered) * 9 // 10],
-    }
+    p10, p90 = ordered[len(ordered) // 10], ordered[len(ordered) * 9 // 10]
+    return {"us": statistics.median(ordered), "p10": p10, "p90": p90}
 
 
 def kernel_us(
-    call: Callable[[], Any],
-    repeats: int = 60,
-    warmup: int = 5,
-    prepare: Callable[[], Any] = lambda: None,
+    call: Callable[[], Any], repeats: int = 60, warmup: int = 5, prepare: Call = lambda: None
 ) -> dict[str, float]:
-    """Median, p10 and p90 of the GPU time of one call, cold L2, in microseconds.
-
-    ``prepare`` runs before each call, untimed: it restores what a call consumes.
-    """
+    """Median, p10 and p90 microseconds, cold L2; ``prepare`` runs before each call, untimed."""
     times = []
-    for i in range(warmup + repeats):
+    for _ in range(warmup + repeats):
         prepare()
-        elapsed = _cold_us(call)
-        if i >= warmup:
-            times.append(elapsed)
-    return summary(times)
+        times.append(_cold_us(call))
+    return summary(times[warmup:])
 
 
 def _in_turns(
-    calls: list[Callable[[], Any]], repeats: int, time_us: Callable[[Callable[[], Any]], float]
+    calls: list[Call], repeats: int, time_us: Callable[[Call], float]
 ) -> list[dict[str, float]]:
     times: list[list[float]] = [[] for _ in calls]
     for i in range(repeats):
-        for k in range(len(calls)) if i % 2 == 0 else reversed(range(len(calls))):
+        for k in range(len(calls))[:: 1 if i % 2 == 0 else -1]:
             times[k].append(time_us(calls[k]))
     return [summary(t) for t in times]
 
 
-def paired_us(
-    calls: list[Callable[[], Any]], repeats: int = 20, warmup: int = 3
-) -> list[dict[str, float]]:
+def paired_us(calls: list[Call], repeats: int = 20, warmup: int = 3) -> list[dict[str, float]]:
     """Times several calls that take turns, each as ``kernel_us`` does."""
     for call in calls:
         for _ in range(warmup):
@@ -126,22 +112,19 @@ def paired_us(
     return _in_turns(calls, repeats, _cold_us)
 
 
-def paired_ms(
-    calls: dict[str, Callable[[], Any]], repeats: int, warmup: int = 3
-) -> dict[str, float]:
+def paired_ms(calls: dict[str, Call], repeats: int, warmup: int = 3) -> dict[str, float]:
     """Median milliseconds by name of calls that take turns, each as ``kernel_us`` does."""
     times = paired_us([*calls.values()], repeats, warmup)
     return {name: each["us"] / 1e3 for name, each in zip(calls, times, strict=True)}
 
 
 def running_us(
-    calls: list[Callable[[], Any]], repeats: int = 6, length: int = 4, lead: int = 2
+    calls: list[Call], repeats: int = 6, length: int = 4, lead: int = 2
 ) -> list[dict[str, float]]:
     """Times several calls that take turns, each ``length`` times in a row, the host ahead.
 
-    A call that is timed alone also waits for the host to issue its first kernels; in a loop of many
-    the host has issued them before, in the time of the ``lead``. For calls that use more memory
-    than L2 has, and whose GPU time exceeds the host's.
+    For calls that use more memory than L2 has, and whose GPU time exceeds the host's, which issues
+    their first kernels in the time of the ``lead``.
     """
 
     def time_us(call: Callable[[], Any]) -> float:
@@ -152,33 +135,28 @@ def running_us(
     return _in_turns(calls, repeats, time_us)
 
 
-def host_us(call: Callable[[], Any], calls: int = 200, rounds: int = 7, warmup: int = 20) -> float:
+def host_us(call: Call, calls: int = 200, rounds: int = 7, warmup: int = 20) -> float:
     """Host time to issue one call: the median round's mean, the GPU drained between rounds."""
+    drain = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     for _ in range(warmup):
         call()
     means = []
     for _ in range(rounds):
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        drain()
         begin = time.perf_counter()
         for _ in range(calls):
             call()
         means.append((time.perf_counter() - begin) / calls * 1e6)
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    drain()
     return statistics.median(means)
 
 
+@functools.cache
 def copy_us(num_bytes: int) -> dict[str, float]:
     """Tensor.copy_ that reads and writes ``num_bytes`` in total: the ceiling for that size."""
     source = torch.empty(num_bytes // 2, dtype=torch.uint8, device="cuda").random_()
     target = torch.empty_like(source)
     return kernel_us(lambda: target.copy_(source))
-
-
-@functools.cache
-def _ceiling_us(num_bytes: int) -> float:
-    return copy_us(num_bytes)["us"]
 
 
 def memory(call: Callable[[], Any]) -> tuple[Any, int, int]:
@@ -216,7 +194,6 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
 
 
 def normal(*shape: int) -> torch.Tensor:
-    """Random normal values in bf16."""
     return torch.randn(shape, device="cuda").bfloat16()
 
 
@@ -226,10 +203,10 @@ def text_of(shape: Iterable[int]) -> str:
 
 def layouts(x: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[str, int, dict[str, Any]]]:
     """Yields name, number of copies, and arguments of a cast with its outputs, for each layout."""
-    row, col = torch.empty_like(x, dtype=dtype), x.new_empty(x.shape[::-1], dtype=dtype)
+    outputs = {"rowwise": torch.empty_like(x, dtype=dtype)}
+    outputs["columnwise"] = x.new_empty(x.shape[::-1], dtype=dtype)
     for name, wanted in LAYOUTS.items():
-        outputs = {"out_rowwise": row, "out_columnwise": col}
-        given = {key: out for key, out in outputs.items() if wanted[key.removeprefix("out_")]}
+        given = {f"out_{key}": out for key, out in outputs.items() if wanted[key]}
         yield name, len(given), {**wanted, **given}
 
 
@@ -237,20 +214,15 @@ def measure(
     function: str,
     shape: str | Sequence[int],
     num_bytes: int,
-    call: Callable[[], Any],
+    call: Call,
     peers: Peers | None = None,
     repeats: int = 40,
     **extra: Any,
 ) -> Row:
     """One row of a results file: a call, cold L2, taking turns with its peers.
 
-    Args:
-        function: what runs, e.g. "swiglu_fwd"; rows of one function form one group of the chart.
-        shape: e.g. "16384x4096", or its extents.
-        num_bytes: the fewest bytes the function must move: the floor, not what a kernel moves.
-        call: every output preallocated.
-        peers: other implementations of the same function by name, e.g. {"torch": ...}; one that
-            raises is reported as not run.
+    ``num_bytes`` are the fewest that the function must move, and ``call`` has every output
+    preallocated; a peer that raises is reported as not run.
     """
     running, missing = {}, {}
     for name, peer in (peers or {}).items():
@@ -260,7 +232,7 @@ def measure(
         except Exception as error:  # a peer's own limits are its own
             missing[f"{name} us"] = f"not run: {type(error).__name__}"
     ours, *theirs = paired_us([call, *running.values()], repeats=repeats)
-    ceiling = _ceiling_us(num_bytes)
+    ceiling = copy_us(num_bytes)["us"]
     shape = shape if isinstance(shape, str) else text_of(shape)
     row = {"function": function, "shape": shape, **extra, **ours}
     row |= {"TB/s": terabytes_per_second(num_bytes, ours["us"]), "of copy": ceiling / ours["us"]}
@@ -275,10 +247,25 @@ def compiled(formula: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(formula, fullgraph=True, dynamic=False)
 
 
+def gradients(out: Any, inputs: Any, grad: Any) -> Call:
+    """A call that runs the backward of one forward again and again."""
+    return functools.partial(torch.autograd.grad, out, inputs, grad, retain_graph=True)
+
+
+def backward(formula: Callable[..., Any], inputs: Iterable[torch.Tensor], grad: Any = None) -> Call:
+    """The backward of a formula alone, by default of a random gradient."""
+    leaves = [t.detach().clone().requires_grad_() for t in inputs]
+    out = formula(*leaves)
+    return gradients(out, leaves, torch.randn_like(out) if grad is None else grad)
+
+
+def compile_peer(formula: Callable[..., Any], *args: Any) -> Peers:
+    return {"compile": functools.partial(compiled(formula), *args)}
+
+
 def formula_peers(formula: Callable[..., Any], *args: Any) -> Peers:
     """A plain formula as it is and compiled; compiling takes seconds."""
-    fused = compiled(formula)
-    return {"torch": lambda: formula(*args), "compile": lambda: fused(*args)}
+    return {"torch": functools.partial(formula, *args), **compile_peer(formula, *args)}
 
 
 def graph_us(call: Callable[[], Any], calls: int = 100) -> float:
@@ -326,6 +313,22 @@ def case(name: str, *values: Iterable[Any], sums: Sums | None = None) -> Callabl
     return add
 
 
+def graph_case(
+    name: str, shape: str = "64x4096 in a graph", size: tuple[int, ...] = (64, 4096)
+) -> Callable[[Small], Small]:
+    """Adds rows of small calls, which a function makes of a random tensor, as ``in_graph`` does."""
+
+    def add(calls: Small) -> Small:
+        def rows() -> Iterator[Row]:
+            for function, call in calls(normal(*size)).items():
+                yield in_graph(function, call, shape)
+
+        CASES.setdefault(name, []).append(rows)
+        return calls
+
+    return add
+
+
 def run(name: str, rows: Iterable[Row], sums: Sums = lambda rows: {}) -> list[Row]:
     """Measures rows, which a generator yields, and reports them with the SM clock around them."""
     clock = sm_clock_mhz()
@@ -336,7 +339,6 @@ def run(name: str, rows: Iterable[Row], sums: Sums = lambda rows: {}) -> list[Ro
 
 
 def mean_and_least(ratios: list[float], suffix: str = "") -> dict[str, float]:
-    """Returns geometric mean and least of ratios, for ``report``."""
     mean = round(statistics.geometric_mean(ratios), 4)
     return {f"geometric_mean{suffix}": mean, f"least{suffix}": round(min(ratios), 4)}
 
@@ -344,13 +346,10 @@ def mean_and_least(ratios: list[float], suffix: str = "") -> dict[str, float]:
 def report(name: str, rows: list[Row], hidden: tuple[str, ...] = (), **extra: Any) -> None:
     """Prints a table of the rows without the keys in ``hidden``, and saves all as ``save`` does."""
     keys = list(dict.fromkeys(key for row in rows for key in row if key not in hidden))
-    table = [keys] + [
-        [
-            f"{row.get(k, ''):.4g}" if isinstance(row.get(k), float) else str(row.get(k, ""))
-            for k in keys
-        ]
-        for row in rows
-    ]
+    table = [keys]
+    for row in rows:
+        cells = [row.get(key, "") for key in keys]
+        table.append([f"{c:.4g}" if isinstance(c, float) else str(c) for c in cells])
     widths = [max(len(line[i]) for line in table) for i in range(len(keys))]
     told = {**environment(), **extra}
     print(f"\n{name}: " + ", ".join(f"{k} {v}" for k, v in told.items()))
@@ -361,8 +360,7 @@ def report(name: str, rows: list[Row], hidden: tuple[str, ...] = (), **extra: An
 
 def save(name: str, rows: list[Row], **extra: Any) -> None:
     """Writes benchmarks/results/<name>.json, or below $OUT where it is set."""
-    info = environment()
     folder = Path(os.environ.get("OUT") or Path(__file__).resolve().parent / "results")
     folder.mkdir(parents=True, exist_ok=True)
-    text = result_text({"environment": info, **extra, "rows": rows})
+    text = result_text({"environment": environment(), **extra, "rows": rows})
     (folder / f"{name}.json").write_text(text)

@@ -37,21 +37,16 @@ def is_on(event: Any, device: DeviceType) -> bool:
     return event.device_type == device  # not "is": each event has an object of its own
 
 
-def _is_range(event: Any) -> bool:
-    """Returns True for a named range of kernels, which the profiler lists beside them."""
-    return event.key.startswith("ProfilerStep") or getattr(event, "is_user_annotation", False)
-
-
 def kernel_ms(call: Callable[[], Any]) -> dict[str, float]:
-    """Returns the GPU milliseconds of one step by kernel name, memory copies and sets included.
-
-    The step runs ``WARM_STEPS`` times with CUPTI on before the ``STEPS`` that count.
-    """
+    """Returns a step's GPU milliseconds by kernel name, after ``WARM_STEPS`` with CUPTI on."""
     sums: dict[str, float] = {}
 
     def add(profiled: Any) -> None:
         for event in profiled.key_averages():
-            if is_on(event, DeviceType.CUDA) and not _is_range(event):
+            # a named range of kernels is listed beside them
+            named = getattr(event, "is_user_annotation", False)
+            is_range = named or event.key.startswith("ProfilerStep")
+            if is_on(event, DeviceType.CUDA) and not is_range:
                 sums[event.key] = sums.get(event.key, 0.0) + event.device_time_total
 
     steps = schedule(wait=0, warmup=WARM_STEPS, active=STEPS, repeat=1)

@@ -34,7 +34,6 @@ def rank_of_job() -> Iterator[int]:
 
 
 def layer(ranks: int = 1, group: Any = None) -> torch.nn.Module:
-    """Makes the layer, with tensor and sequence parallelism over several ranks."""
     split = ranks > 1
     return stacks.layer(
         **stacks.SHAPES["Llama-3-8B"], attn_input_format="sbhd", set_parallel_mode=split,
@@ -59,11 +58,7 @@ def step(module: torch.nn.Module, tokens: int, fp8: bool) -> Callable[[], None]:
 
 def without_peer_memory() -> AbstractContextManager[Any]:
     """Every exchange a collective."""
-
-    def no_memory(*_: Any) -> None:
-        return None
-
-    return mock.patch.object(_tensor_parallel, "peer_memory", no_memory)
+    return mock.patch.object(_tensor_parallel, "peer_memory", lambda *_: None)  # noqa: PT008
 
 
 def copies_instead() -> AbstractContextManager[Any]:
@@ -79,13 +74,11 @@ def copies_instead() -> AbstractContextManager[Any]:
         part = x.chunk(collectives.world_size(group))[0]
         return collectives.Pending(part.clone() if out is None else out.copy_(part))
 
-    return mock.patch.multiple(
-        _tensor_parallel, all_gather_rows=gather, reduce_scatter_rows=scatter
-    )
+    rows = {"all_gather_rows": gather, "reduce_scatter_rows": scatter}
+    return mock.patch.multiple(_tensor_parallel, **rows)
 
 
 def of_slowest(times: list[float]) -> float:
-    """Median of the slowest rank's times."""
     slowest = torch.tensor(times, device="cuda")
     distributed.all_reduce(slowest, op=distributed.ReduceOp.MAX)
     return statistics.median(slowest.tolist())

@@ -25,10 +25,7 @@ SHAPES = {"Llama-3-8B": Shape(4096, 14336, 32, 8), "tiny": Shape(64, 192, 4, 2)}
 
 
 class LoRALinear(nn.Module):
-    """A frozen linear layer plus a product of two trained matrices of low rank, as PEFT has it.
-
-    With ``fused`` the base, an ``apex_te.Linear``, adds the product, as ``fuse_lora`` does.
-    """
+    """A frozen linear layer plus a low-rank product, which with ``fused`` the base adds itself."""
 
     def __init__(self, base: Any, rank: int, alpha: float, fused: bool = False) -> None:
         super().__init__()
@@ -86,10 +83,9 @@ def make_stack(
     dtype: torch.dtype,
     fused: bool = False,
 ) -> nn.Sequential:
-    """Makes frozen layers of equal random weights with adapters.
+    """Makes frozen layers of equal random weights with adapters, held in FP8 with ``scaling``.
 
-    ``kind`` is "torch", or "apex_te" for the same layers after ``from_torch``; ``scaling`` holds
-    the base's weights in FP8, None leaves them in ``dtype``.
+    ``kind`` is "torch", or "apex_te" for the same layers after ``from_torch``.
     """
     torch.manual_seed(0)
     made = []
@@ -101,12 +97,11 @@ def make_stack(
                 from_torch(layer, include="*")
         layer.requires_grad_(False)
         made.append(layer[0])
-    stack = nn.Sequential(*made)
     for layer in made:
         for name, module in list(layer.named_children()):
             if name.endswith("_proj"):
                 setattr(layer, name, LoRALinear(module, rank, 2.0 * rank, fused))
-    return stack
+    return nn.Sequential(*made)
 
 
 def tensor_bytes(tensor: torch.Tensor) -> int:

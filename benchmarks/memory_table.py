@@ -12,6 +12,7 @@ same figures but for what is counted per tensor (scales).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -25,21 +26,22 @@ from apex_te.optimizers import FusedAdam
 
 
 class Choice(NamedTuple):
-    """One choice of parameters, in ``dtype`` or ``held`` in FP8, and of ``FusedAdam``'s options."""
+    """One choice of parameters and of ``FusedAdam``'s options."""
 
     name: str
     dtype: torch.dtype
-    held: recipe.Recipe | None
+    held: recipe.Recipe | None  # in FP8
     options: dict[str, Any]
 
 
 _BF16, _FP16, _FP8 = torch.bfloat16, torch.float16, torch.uint8
 _MASTER: dict[str, Any] = {"master_weights": True}
 _REMAINDERS = {**_MASTER, "store_param_remainders": True}
+_HALF = {**_MASTER, "master_weight_dtype": _FP16}
+_TENSORWISE, _BLOCKWISE = recipe.CurrentScaling(), recipe.BlockScaling()
 
 
 def _moments(dtype: torch.dtype) -> dict[str, Any]:
-    """Returns FusedAdam's arguments for moments of a dtype."""
     return {"exp_avg_dtype": dtype, "exp_avg_sq_dtype": dtype}
 
 
@@ -50,19 +52,13 @@ CHOICES = [
     Choice("bf16, remainders", _BF16, None, _REMAINDERS),
     Choice("bf16, remainders, bf16 moments", _BF16, None, {**_REMAINDERS, **_moments(_BF16)}),
     Choice("bf16, remainders, 8-bit moments", _BF16, None, {**_REMAINDERS, **_moments(_FP8)}),
-    Choice("FP8, fp32 master weight", _BF16, recipe.CurrentScaling(), _MASTER),
-    Choice("FP8 blocks, fp32 master weight", _BF16, recipe.BlockScaling(), _MASTER),
-    Choice(
-        "FP8, fp16 master weight, bf16 moments", _BF16, recipe.CurrentScaling(),
-        {**_MASTER, "master_weight_dtype": _FP16, **_moments(_BF16)},
-    ),
-    Choice(
-        "FP8, fp16 master weight, 8-bit moments", _BF16, recipe.CurrentScaling(),
-        {**_MASTER, "master_weight_dtype": _FP16, **_moments(_FP8)},
-    ),
-    Choice("FP8, frozen", _BF16, recipe.CurrentScaling(), {"frozen": True}),
+    Choice("FP8, fp32 master weight", _BF16, _TENSORWISE, _MASTER),
+    Choice("FP8 blocks, fp32 master weight", _BF16, _BLOCKWISE, _MASTER),
+    Choice("FP8, fp16 master weight, bf16 moments", _BF16, _TENSORWISE, _HALF | _moments(_BF16)),
+    Choice("FP8, fp16 master weight, 8-bit moments", _BF16, _TENSORWISE, _HALF | _moments(_FP8)),
+    Choice("FP8, frozen", _BF16, _TENSORWISE, {"frozen": True}),
     Choice("bf16, frozen", _BF16, None, {"frozen": True}),
-]  # fmt: skip
+]
 
 
 def parameter_row(choice: Choice, hidden: int, device: str) -> dict[str, Any]:
@@ -70,9 +66,8 @@ def parameter_row(choice: Choice, hidden: int, device: str) -> dict[str, Any]:
     options = dict(choice.options)
     frozen = options.pop("frozen", False)
     with apex_te.fp8_model_init(enabled=choice.held is not None, recipe=choice.held):
-        layer = apex_te.Linear(
-            hidden, hidden, bias=False, params_dtype=choice.dtype, device=torch.device(device)
-        )
+        options_of_layer = {"bias": False, "params_dtype": choice.dtype}
+        layer = apex_te.Linear(hidden, hidden, device=torch.device(device), **options_of_layer)
     layer.requires_grad_(not frozen)
     x = torch.randn(32, hidden, device=device, dtype=choice.dtype, requires_grad=True)
     with apex_te.fp8_autocast(enabled=choice.held is not None, fp8_recipe=choice.held):
@@ -93,10 +88,7 @@ def parameter_row(choice: Choice, hidden: int, device: str) -> dict[str, Any]:
 
 
 class Saved:
-    """Hooks for tensors that autograd saves, which count their bytes and may offload them.
-
-    Storages at ``known`` addresses neither count nor move; ``storages`` are bytes by address.
-    """
+    """Hooks for what autograd saves beside storages at ``known`` addresses; they may offload it."""
 
     def __init__(self, known: set[int], offload: bool) -> None:
         self.known, self.offload = known, offload
@@ -105,7 +97,6 @@ class Saved:
         self._kept: list[torch.Tensor] = []  # so that no address is used twice
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        """Counts a tensor that autograd saves, and returns what it is to keep in its place."""
         parts = [part for part in _plain(tensor) if part.untyped_storage().nbytes()]
         if all(part.untyped_storage().data_ptr() in self.known for part in parts):
             return tensor
@@ -119,7 +110,6 @@ class Saved:
         return tensor
 
     def unpack(self, kept: Any) -> torch.Tensor:
-        """Returns the tensor for which ``pack`` returned ``kept``."""
         if isinstance(kept, torch.Tensor):
             return kept
         device, copied = kept
@@ -127,7 +117,6 @@ class Saved:
 
 
 def _plain(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Returns the tensors of a tensor subclass, or the tensor itself."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     return [tensor] if flatten is None else [getattr(tensor, name) for name in flatten()[0]]
 
@@ -137,12 +126,8 @@ def activation_rows(
 ) -> list[dict[str, Any]]:
     """Returns the bytes that a layer saves for backward, for each recipe and way of saving."""
     rows = []
-    recipes = {
-        "bf16": None,
-        "delayed": recipe.DelayedScaling(),
-        "tensorwise": recipe.CurrentScaling(),
-        "blockwise": recipe.BlockScaling(),
-    }
+    recipes = {"bf16": None, "delayed": recipe.DelayedScaling()}
+    recipes |= {"tensorwise": _TENSORWISE, "blockwise": _BLOCKWISE}
     for name, scaling in recipes.items():
         module = layer()
         x = torch.randn(*tokens, hidden, device=device, dtype=torch.bfloat16, requires_grad=True)
@@ -150,16 +135,16 @@ def activation_rows(
         known = {part.untyped_storage().data_ptr() for part in inner}
         for way in ("saved", "small", "recomputed", "offloaded"):
             save = "small" if way == "small" else "all"
+            run = module
+            if way == "recomputed":
+                run = functools.partial(apex_te.checkpoint, module, use_reentrant=True)
             for _ in range(2):  # the second one with FP8 state and workspaces in place
                 saved = Saved(known, way == "offloaded")
                 with (
                     torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack),
                     apex_te.fp8_autocast(scaling is not None, scaling, save=save),
                 ):
-                    if way == "recomputed":
-                        out = apex_te.checkpoint(module, x, use_reentrant=True)
-                    else:
-                        out = module(x)
+                    out = run(x)
                 out.float().square().mean().backward()
             row = {"recipe": name, "activations": way, "host bytes": saved.host / x.numel()}
             rows.append({**row, "device bytes": sum(saved.storages.values()) / x.numel()})

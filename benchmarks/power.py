@@ -13,7 +13,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -45,47 +44,39 @@ class Sample(NamedTuple):
 
 
 class Span(NamedTuple):
-    """A time from ``begin`` to ``end``, in seconds of ``time.perf_counter()``."""
+    """A time, in seconds of ``time.perf_counter()``."""
 
     begin: float
     end: float
 
 
 class Nvml:
-    """NVML's counters of the current CUDA device.
-
-    Raises:
-        OSError: there is no NVML, or it does not know the device.
-    """
+    """NVML's counters of the current CUDA device; raises ``OSError`` without NVML or device."""
 
     def __init__(self) -> None:
         self._library = ctypes.CDLL("libnvidia-ml.so.1")
         if self._library.nvmlInit_v2() != 0:
             raise OSError("nvmlInit_v2 failed")
         self._device = ctypes.c_void_p()
+        device = ctypes.byref(self._device)
         uuid = f"GPU-{torch.cuda.get_device_properties().uuid}".encode()
         index = torch.cuda.current_device()
-        if self._library.nvmlDeviceGetHandleByUUID(uuid, ctypes.byref(self._device)) != 0 and (
-            self._library.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(self._device)) != 0
+        if self._library.nvmlDeviceGetHandleByUUID(uuid, device) != 0 and (
+            self._library.nvmlDeviceGetHandleByIndex_v2(index, device) != 0
         ):
             raise OSError("NVML does not know the current CUDA device")
 
     def sample(self) -> Sample:
-        """Returns what the counters say now."""
         now = time.perf_counter()
         millijoules = self._read(ctypes.c_ulonglong, "nvmlDeviceGetTotalEnergyConsumption")
         milliwatts = self._read(ctypes.c_uint, "nvmlDeviceGetPowerUsage")
-        return Sample(
-            now,
-            None if millijoules is None else millijoules / 1e3,
-            None if milliwatts is None else milliwatts / 1e3,
-            self._read(ctypes.c_uint, "nvmlDeviceGetClockInfo", _SM_CLOCK),
-            self._read(
-                ctypes.c_ulonglong,
-                "nvmlDeviceGetCurrentClocksEventReasons",
-                former="nvmlDeviceGetCurrentClocksThrottleReasons",
-            ),
+        joules, watts = (None if n is None else n / 1e3 for n in (millijoules, milliwatts))
+        mhz = self._read(ctypes.c_uint, "nvmlDeviceGetClockInfo", _SM_CLOCK)
+        name, former = (
+            f"nvmlDeviceGetCurrentClocks{kind}Reasons" for kind in ("Event", "Throttle")
         )
+        reasons = self._read(ctypes.c_ulonglong, name, former=former)
+        return Sample(now, joules, watts, mhz, reasons)
 
     def _read(self, kind: Any, name: str, *arguments: int, former: str = "") -> int | None:
         """Returns a counter of type ``kind``, or None; ``former`` is an older name of it."""
@@ -105,31 +96,22 @@ class PowerMeter:
     def __init__(self, read: Callable[[], Sample] | None = None) -> None:
         self.samples: list[Sample] = []
         self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._watch, daemon=True)
         try:
             self._read = read or Nvml().sample
         except (OSError, AttributeError, RuntimeError, AssertionError) as error:
             print(f"power: not measured: {error}")
-            self._read = None
+            self._stop.set()
 
     def __enter__(self) -> PowerMeter:
-        if self._read is not None:
-            self._thread = threading.Thread(target=self._watch, daemon=True)
-            self._thread.start()
+        self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._stop.set()
-        if self._thread is not None:
-            self._thread.join()
+        self._thread.join()
 
     def _watch(self) -> None:
-        assert self._read is not None
         while not self._stop.wait(INTERVAL_S):
             self.samples.append(self._read())
 
@@ -139,15 +121,10 @@ class PowerMeter:
 
 
 def figures(spans: list[list[Sample]]) -> dict[str, Any]:
-    """Returns the figures of samples, in one list for each span of time.
-
-    ``throttle`` has the share of samples that name each reason. A key is absent where no sample has
-    its counter.
-    """
+    """Returns the figures of samples, a list for each span; those without readings are absent."""
     found: dict[str, Any] = {}
     flat = [sample for span in spans for sample in span]
-    watts = mean_watts(spans)
-    if watts is not None:
+    if (watts := mean_watts(spans)) is not None:
         found["W"] = watts
     clocks = [sample.mhz for sample in flat if sample.mhz is not None]
     if clocks:

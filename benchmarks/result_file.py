@@ -20,7 +20,6 @@ def output_of(*command: str) -> str:
 
 
 def cpu_name() -> str:
-    """Returns the CPU's model and the number of CPUs."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -30,7 +29,6 @@ def cpu_name() -> str:
 
 
 def provenance() -> dict[str, str]:
-    """Returns date, commit, Python and CPU."""
     return {
         "date": datetime.date.today().isoformat(),
         "commit": os.environ.get("APEX_TE_COMMIT")

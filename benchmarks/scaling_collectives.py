@@ -23,18 +23,14 @@ class Group(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """One collective of a rank.
-
-    ``size``: bytes of its largest buffer: what is gathered, or what goes into a reduction or an
-    exchange. ``beside``: the computation that runs meanwhile; None if all wait for it.
-    """
+    """One collective of a rank."""
 
     phase: str  # forward, backward, step
     axis: str  # tp, fsdp, replicas, ep, world
     op: str
-    size: int
+    size: int  # bytes of its largest buffer: what is gathered, or goes into a reduction or exchange
     group: Group
-    beside: str | None = None
+    beside: str | None = None  # the computation that runs meanwhile; None if all wait for it
 
     @property
     def sent(self) -> float:
@@ -83,10 +79,7 @@ class Model:
         }
 
     def flops(self) -> dict[str, float]:
-        """Operations of a product of each GEMM and of attention's forward, for a microbatch.
-
-        Masked scores are not counted.
-        """
+        """Operations of each GEMM and of attention's forward, masked scores not counted."""
         tokens = self.sequence * self.batch
         found = {name: 2.0 * tokens * out * inn for name, (out, inn) in self.gemms().items()}
         for name in ("fc1", "fc2"):
@@ -97,29 +90,22 @@ class Model:
 
 @dataclass(frozen=True)
 class Layout:
-    """Split of the work over ranks; neighbours share a tensor-parallel group.
-
-    Args:
-        shard: data-parallel ranks over which FSDP2 shards; 1: none. What is left of the ranks are
-            replicas, whose gradients FSDP2 reduces, too.
-        ep: ranks that split the experts; each expert is whole on its rank.
-    """
+    """Split of the work over ranks; neighbours share a tensor-parallel group."""
 
     ranks: int
     tp: int = 1
     sequence_parallel: bool = True
-    shard: int = 1
-    ep: int = 1
+    shard: int = 1  # data-parallel ranks over which FSDP2 shards; the rest of the ranks replicate
+    ep: int = 1  # ranks that split the experts; each expert is whole on its rank
     gpus_per_node: int = 8
 
     def __post_init__(self) -> None:
         for name, parts in (("tp * shard", self.tp * self.shard), ("ep", self.ep)):
             if self.ranks % parts:
                 raise ValueError(f"Layout: {name} must divide ranks={self.ranks}, got {parts}")
+        wanted = f"divide tp * shard={self.tp * self.shard}"
         if self.tp * self.shard % self.ep:
-            raise ValueError(
-                f"Layout: ep must divide tp * shard={self.tp * self.shard}, got {self.ep}"
-            )
+            raise ValueError(f"Layout: ep must {wanted}, got {self.ep}")
         if self.ep > 1 and self.tp > 1 and not self.sequence_parallel:
             raise ValueError(
                 "Layout: sequence_parallel must be True with ep and tp, or ranks would send the "
@@ -189,7 +175,6 @@ def layer_weights(model: Model, layout: Layout) -> list[Weight]:
 
 
 def expert_weights(model: Model, layout: Layout) -> list[Weight]:
-    """Parameters of a layer's experts on one rank."""
     gemms = model.gemms()
     return [Weight(*gemms["fc1"]), Weight(*gemms["fc2"])] * (model.experts // layout.ep)
 
@@ -221,14 +206,17 @@ def sharded(
     reduced = sum(size for size, _ in padded) * recipe.value_bytes
     forward, backward = (None, None) if root else ("forward", "backward")
     found = []
+
+    def add(phase: str, op: str, size: int, beside: str | None) -> None:
+        found.append(Collective(phase, "fsdp", op, size, group, beside))
+
     if shard > 1:
-        found.append(Collective("forward", "fsdp", "all_gather", gathered, group, forward))
+        add("forward", "all_gather", gathered, forward)
         if not root:
-            found.append(Collective("backward", "fsdp", "all_gather", gathered, group, backward))
-        found.append(Collective("backward", "fsdp", "reduce_scatter", reduced, group, backward))
+            add("backward", "all_gather", gathered, backward)
+        add("backward", "reduce_scatter", reduced, backward)
         if replicas > 1:
-            others = layout.group(replicas, stride * shard)
-            size = reduced // shard
+            others, size = layout.group(replicas, stride * shard), reduced // shard
             found.append(Collective("backward", "replicas", "all_reduce", size, others, backward))
     return found
 
@@ -274,13 +262,11 @@ def step_collectives(model: Model, layout: Layout, recipe: Recipe) -> list[Colle
         group = layout.group(layout.ranks, 1)
         found.append(Collective("step", "world", "all_reduce", size, group))
     if recipe.scaling == "tensorwise" and recipe.fp8_all_gather:
-        for count, stride, shard in (
-            (fp8, layout.tp, layout.shard),
-            (of_experts, layout.ep, layout.tp * layout.shard // layout.ep),
-        ):
+        expert_shard = layout.tp * layout.shard // layout.ep
+        dense = (fp8, layout.tp, layout.shard)
+        for count, stride, shard in (dense, (of_experts, layout.ep, expert_shard)):
             if shard > 1 and count:
-                group = layout.group(shard, stride)
-                size = 4 * model.layers * count
+                group, size = layout.group(shard, stride), 4 * model.layers * count
                 found.append(Collective("step", "fsdp", "all_reduce", size, group))
     return found
 

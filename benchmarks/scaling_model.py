@@ -22,15 +22,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from scaling_collectives import (
-    Collective,
-    Group,
-    Layout,
-    Model,
-    Recipe,
-    layer_collectives,
-    step_collectives,
-)
+import scaling_collectives as paper
+from scaling_collectives import Collective, Group, Layout, Model, Recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "scaling.json"
@@ -50,10 +43,7 @@ class Link(NamedTuple):
 
 
 def fitted(points: Sequence[tuple[float, float]]) -> Link:
-    """The line time = latency + sent / bandwidth with the least relative errors.
-
-    ``points``: bytes sent and microseconds.
-    """
+    """The line time = latency + sent / bandwidth of least relative errors, of (bytes, us)."""
     a = sum(1 / t**2 for _, t in points)
     b = sum(x / t**2 for x, t in points)
     c = sum(x * x / t**2 for x, t in points)
@@ -102,9 +92,8 @@ class Machine:
         nodes = ranks / local
         if nodes == 1:
             return inside.latency_us / 1e3 + c.sent / inside.gb_per_s / 1e6
-        hops = nodes - 1
-        if c.op == "all_reduce":  # trees
-            hops = 2 * math.ceil(math.log2(nodes))
+        # trees
+        hops = 2 * math.ceil(math.log2(nodes)) if c.op == "all_reduce" else nodes - 1
         latency = (inside.latency_us + HOP_US * hops) / 1e3
         if c.op == "all_to_all":  # what leaves the node goes through the rank's own adapter
             leaving = c.size * (ranks - local) / ranks / NETWORK_GB_PER_S
@@ -135,9 +124,8 @@ class Machine:
         total: dict[str | None, float] = {}
         for c in found:
             total[c.beside] = total.get(c.beside, 0.0) + self.milliseconds(c)
-        beyond = sum(
-            max(0.0, time - (compute[beside] if beside else 0.0)) for beside, time in total.items()
-        )
+        beside = {key: compute[key] if key else 0.0 for key in total}
+        beyond = sum(max(0.0, time - beside[key]) for key, time in total.items())
         return beyond, sum(total.values()) - beyond
 
     @cached_property
@@ -159,12 +147,12 @@ class Machine:
     ) -> tuple[float, float, float]:
         """Milliseconds of computation, of communication beyond it and beside it."""
         compute = self.compute(model, layout, recipe)
-        layer = layer_collectives(model, layout, recipe)
+        layer = paper.layer_collectives(model, layout, recipe)
         # Nothing runs beside the first unit's gather and the last one's reduction.
         once = [c._replace(beside=None) for c in layer if c.axis in ("fsdp", "replicas")]
         once = [c for c in once if c.phase == "forward" or c.op != "all_gather"]
         if root:
-            once += step_collectives(model, layout, recipe)
+            once += paper.step_collectives(model, layout, recipe)
         beyond, beside = self.exposed(layer, compute)
         edges = self.exposed(once, compute)[0]
         total = model.layers * (compute["forward"] + compute["backward"])
@@ -173,22 +161,17 @@ class Machine:
     def step(
         self, model: Model, layout: Layout, recipe: Recipe, root: bool = True
     ) -> tuple[float, float]:
-        """Milliseconds of the layers' computation in a step, and what communication adds to them.
-
-        ``root``: with what there is once in a step, besides the layers.
-        """
+        """Milliseconds of a step's layers, and what communication adds, with the ``root``'s."""
         total, beyond, beside = self._parts(model, layout, recipe, root)
         return total, beyond + self.slowdown * beside
 
 
-MODELS = {
-    m.name: m
-    for m in (
-        Model("Llama-3-8B", 4096, 14336, 32, 8, 32, 128256, 8192),
-        Model("Llama-3-70B", 8192, 28672, 64, 8, 80, 128256, 8192),
-        Model("Mixtral-8x7B", 4096, 14336, 32, 8, 32, 32000, 8192, experts=8, topk=2),
-    )
-}
+_MODELS = (
+    Model("Llama-3-8B", 4096, 14336, 32, 8, 32, 128256, 8192),
+    Model("Llama-3-70B", 8192, 28672, 64, 8, 80, 128256, 8192),
+    Model("Mixtral-8x7B", 4096, 14336, 32, 8, 32, 32000, 8192, experts=8, topk=2),
+)
+MODELS = {model.name: model for model in _MODELS}
 
 # Sequences of 8192 tokens, one to a microbatch: at most 16.8 M tokens in a step.
 PLANS = {
@@ -205,7 +188,6 @@ AXES = ("tp", "ep", "fsdp")
 
 
 def lines(rows: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown; the first row is its head."""
     first, *rest = ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join([first, "|" + "---|" * len(rows[0]), *rest])
 
@@ -232,8 +214,8 @@ def table(machine: Machine) -> str:
         for ranks, (tp, shard, ep) in plan.items():
             layout = Layout(ranks, tp, shard=shard, ep=ep)
             for label, recipe in RECIPES.items():
-                layer = layer_collectives(model, layout, recipe)
-                once = step_collectives(model, layout, recipe)
+                layer = paper.layer_collectives(model, layout, recipe)
+                once = paper.step_collectives(model, layout, recipe)
                 step = [*layer * model.layers, *once]
                 compute, exposed = machine.step(model, layout, recipe)
                 row: list[Any] = [name, ranks, tp, shard, layout.replicas, ep, label]
@@ -254,9 +236,8 @@ def links(machine: Machine) -> str:
 
 def measured_case(row: dict[str, Any]) -> tuple[Model, Layout, Recipe]:
     """Returns the case that bench_scaling.py measured in ``row``."""
-    model = replace(
-        MODELS["Llama-3-8B"], sequence=row["tokens"], batch=row["batch"], layers=row["layers"]
-    )
+    sizes = {"sequence": row["tokens"], "batch": row["batch"], "layers": row["layers"]}
+    model = replace(MODELS["Llama-3-8B"], **sizes)
     ranks, tp = row["ranks"], row["ranks"] if row["split"] == "tp" else 1
     recipe = RECIPES["bf16" if row["stack"] == "bf16" else "FP8"]
     return model, Layout(ranks, tp, shard=ranks // tp), recipe
@@ -268,7 +249,6 @@ def predicted(machine: Machine, row: dict[str, Any]) -> float:
 
 
 def check(machine: Machine) -> str:
-    """Measured beside predicted: what steps of layers wait for."""
     rows = [["split", "GPUs", "precision", "layers", "step ms", "against copies ms", "waited ms",
              "predicted ms"]]  # fmt: skip
     for row in machine.rows:
@@ -289,9 +269,8 @@ def main() -> None:
         text = PAGE.read_text(encoding="utf-8")
         before, rest = text.split(MARKS[0])
         after = rest.split(MARKS[1])[1]
-        lost = (
-            f"A millisecond of hidden communication slows computation by {machine.slowdown:.2f} ms."
-        )
+        lost = "A millisecond of hidden communication slows computation by "
+        lost += f"{machine.slowdown:.2f} ms."
         made = "\n\n".join([links(machine), check(machine), lost, table(machine)])
         page = f"{before}{MARKS[0]}\n{made}\n{MARKS[1]}{after}"
         PAGE.write_text(page, encoding="utf-8")

@@ -40,10 +40,7 @@ def key_of(row: Row, without: tuple[str, ...] = ()) -> Key:
 
 
 def figures(rows: list[Row]) -> dict[tuple[Key, str], tuple[float, bool]]:
-    """Returns each ratio by row and column, and whether more is better.
-
-    A time of one of several contenders becomes its ratio to the first of them.
-    """
+    """Returns each ratio, of times to the first contender's, and whether more is better."""
     found: dict[tuple[Key, str], tuple[float, bool]] = {}
     first: dict[Key, Row] = {}
     for row in rows:
@@ -62,7 +59,6 @@ def figures(rows: list[Row]) -> dict[tuple[Key, str], tuple[float, bool]]:
 
 
 def worse(old: list[Row], new: list[Row], tolerance: float) -> Iterator[str]:
-    """Yields a line for each ratio of ``new`` that is worse than that of ``old``."""
     before = figures(old)
     for place, (value, more) in figures(new).items():
         if place not in before:
@@ -80,10 +76,8 @@ def committed(name: str, revision: str) -> list[Row]:
 
 
 def main(words: list[str] | None = None) -> int:
-    """Prints what got worse, by file, and returns the status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--against", default="HEAD", metavar="REVISION")
     parser.add_argument("--folder", type=Path, default=RESULTS, help="of the fresh files")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 import textwrap
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ LAYER_COLUMNS = {
 LAYER_NAMES = ("Llama-3-8B", "GPT")
 # How the documents word names of the results.
 TITLES = {
-    "stack": "library", "products ms": "GEMM ms", "ms in turns": "ms interleaved",
+    "stack": "library", "host us": "us", "products ms": "GEMM ms", "ms in turns": "ms interleaved",
     "per token in turns": "per token interleaved", "over torch": "vs torch",
     "of torch": "vs torch", "of bf16": "vs bf16", "time of torch's": "time vs torch",
     "from torch's": "error vs torch", "over transformers": "vs transformers",
@@ -109,10 +110,8 @@ def peers(row: dict[str, Any]) -> dict[str, float]:
 
 def ops_table(results: dict[str, dict[str, Any]], every_shape: bool) -> str:
     """Returns a Markdown table of every row, or of one row for each main function."""
-    lines = [
-        "| function | shape | us | TB/s | of a copy | best peer | times faster |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    titles = ["function", "shape", "us", "TB/s", "of a copy", "best peer", "times faster"]
+    lines = _header(titles)
     for op, data in results.items():
         main_rows = headlines(data["rows"])[: MAIN_FUNCTIONS.get(op)]
         for row in data["rows"] if every_shape else main_rows:
@@ -127,10 +126,8 @@ def ops_table(results: dict[str, dict[str, Any]], every_shape: bool) -> str:
             best = min(others, key=others.__getitem__) if others else ""
             faster = f"{others[best] / row['us']:.2f}" if others else ""
             of_copy = f"{row['of copy']:.0%}" if "of copy" in row else ""
-            lines.append(
-                f"| {name} | {row['shape']} | {row['us']:.1f} | {row['TB/s']:.2f} | "
-                f"{of_copy} | {best} | {faster} |"
-            )
+            times = f"{row['us']:.1f}", f"{row['TB/s']:.2f}"
+            lines.append(_line([name, row["shape"], *times, of_copy, best, faster]))
     return "\n".join(lines)
 
 
@@ -142,9 +139,8 @@ def source_line(results: dict[str, dict[str, Any]]) -> str:
         driver = f"driver {i['driver']}, " if i.get("driver") else ""
         machines.setdefault(f"{driver}torch {i['torch']}", []).append(i.get("gpu", "no GPU"))
     dates = sorted({i["date"] for i in infos})
-    text = "; ".join(
-        f"{' and '.join(sorted(set(gpus)))}, {software}" for software, gpus in machines.items()
-    )
+    named = {software: " and ".join(sorted(set(gpus))) for software, gpus in machines.items()}
+    text = "; ".join(f"{gpus}, {software}" for software, gpus in named.items())
     return f"{text}, {dates[0]}" + (f" to {dates[-1]}" if len(dates) > 1 else "")
 
 
@@ -152,16 +148,16 @@ def _titled(name: str) -> str:
     return TITLES.get(name, name)
 
 
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
 def _header(names: list[str]) -> list[str]:
-    """Returns the first two lines of a Markdown table with these columns."""
-    return [f"| {' | '.join(map(_titled, names))} |", "|---" * len(names) + "|"]
+    return [_line(map(_titled, names)), "|---" * len(names) + "|"]
 
 
 def layers_table(data: dict[str, Any]) -> str:
-    """Returns a Markdown table for each kind of figure measured, with a row for each stack.
-
-    What is the same in all rows stands above them.
-    """
+    """Returns a Markdown table for each kind of figure; what all rows share stands above them."""
     rows = data["rows"]
     names = ("layer", "stack", "measure")
     values = {key: {row.get(key) for row in rows} for key in (*names, "throttle")}
@@ -176,30 +172,19 @@ def layers_table(data: dict[str, Any]) -> str:
             figures = [(row.get(key), columns[key]) for key in keys]
             cells = ["" if figure is None else format(figure, form) for figure, form in figures]
             if any(cells):
-                labels = [_titled(row[key]) for key in shown]
-                lines.append(f"| {' | '.join([*labels, *cells])} |")
+                lines.append(_line([*(_titled(row[key]) for key in shown), *cells]))
         if keys:
             parts.append("\n".join(lines))
     return "\n\n".join(parts)
 
 
-def host_table(data: dict[str, Any]) -> str:
-    """Returns a Markdown table of host time by layer and stack, with its ratio to PyTorch's."""
-    columns = ["layer", "stack", "us", "of torch"]
-    lines = [f"{source_line({'host': data})}:", "", *_header(columns)]
-    for row in data["rows"]:
-        cells = (row["layer"], row["stack"], f"{row['host us']:.0f}", f"{row['of torch']:.2f}")
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def stacks_table(name: str, columns: dict[str, str]) -> str:
+def stacks_table(name: str, columns: dict[str, str], labels: Sequence[str] = ("stack",)) -> str:
     """Returns a Markdown table of a results file, a row for each stack; columns with formats."""
     data = _result(name)
-    lines = [f"{source_line({name: data})}:", "", *_header(["stack", *columns])]
+    lines = [f"{source_line({name: data})}:", "", *_header([*labels, *columns])]
     for row in data["rows"]:
-        cells = [_titled(row["stack"]), *(format(row[key], form) for key, form in columns.items())]
-        lines.append(f"| {' | '.join(cells)} |")
+        figures = (format(row[key], form) for key, form in columns.items())
+        lines.append(_line([*(_titled(row[key]) for key in labels), *figures]))
     return "\n".join(lines)
 
 
@@ -240,11 +225,9 @@ def _held_out_losses(data: dict[str, Any]) -> str:
 
 
 def _gains(steps: dict[str, dict[str, Any]], stack: str) -> str:
-    """Returns by how much delayed scaling outpaces another stack on each card, as text."""
     rows = map(_rows_by_stack, steps.values())
-    return " and ".join(
-        f"{each[stack]['ms'] / each['apex_te delayed']['ms']:.2f}x" for each in rows
-    )
+    ratios = [each[stack]["ms"] / each["apex_te delayed"]["ms"] for each in rows]
+    return " and ".join(f"{ratio:.2f}x" for ratio in ratios)
 
 
 def headline() -> str:
@@ -295,8 +278,7 @@ def documents() -> dict[Path, str]:
     source = source_line(results)
     table = ops_table(results, every_shape=False)
     layers = {**{card.lower(): name for card, name in CARDS.items()}, "layers": LAYERS}
-    layers |= {"gpt": "transformer_gpt", "gpt_te": "transformer_gpt_te"}
-    layers |= {"tokens": "transformer_tokens"}
+    layers |= {part: f"transformer_{part}" for part in ("gpt", "gpt_te", "tokens")}
     stacks = {
         "head": ("linear_cross_entropy", HEAD_COLUMNS),
         "fused_loss": ("fused_loss", FUSED_LOSS_COLUMNS),
@@ -309,7 +291,7 @@ def documents() -> dict[Path, str]:
         **{part: layers_table(_result(name)) for part, name in layers.items()},
         **{part: stacks_table(*table) for part, table in stacks.items()},
         "pretrain": "\n\n".join(steps),
-        "host": host_table(_result("host")),
+        "host": stacks_table("host", {"host us": ".0f", "of torch": ".2f"}, ("layer", "stack")),
     }
     performance = PERFORMANCE.read_text()
     for part, text in parts.items():
@@ -323,7 +305,6 @@ def documents() -> dict[Path, str]:
 
 
 def draw_layer() -> None:
-    """Draws the README's chart: times of a Llama-3-8B layer on each card by stack."""
     from matplotlib import pyplot
 
     cards = {card: _rows_by_stack(_result(name)) for card, name in CARDS.items()}
@@ -339,10 +320,8 @@ def draw_layer() -> None:
     height = 0.8 / len(cards)
     figure, axes = pyplot.subplots(figsize=(9, 1.4 + 0.42 * len(stacks)))
     for index, (card, found) in enumerate(cards.items()):
-        colors = [
-            ("tab:blue", "tab:cyan")[index] if stack.startswith("apex_te") else
-            ("tab:gray", "silver")[index] for stack in stacks
-        ]  # fmt: skip
+        pair = (("tab:blue", "tab:gray"), ("tab:cyan", "silver"))[index]
+        colors = [pair[0] if stack.startswith("apex_te") else pair[1] for stack in stacks]
         places = [number + index * height for number in range(len(stacks))]
         times = [found[stack]["ms sustained"] for stack in stacks]
         bars = axes.barh(places, times, height, color=colors)
@@ -381,10 +360,8 @@ def draw(name: str, data: dict[str, Any]) -> None:
             place += 1.0
         if "of copy" in row:
             ceiling, label = row["TB/s"] / row["of copy"], "copy of as many bytes"
-            axes.plot(
-                [ceiling, ceiling], [top, place - 0.5], color="black", lw=1.5,
-                label=None if label in labelled else label,
-            )  # fmt: skip
+            shown = None if label in labelled else label
+            axes.plot([ceiling] * 2, [top, place - 0.5], color="black", lw=1.5, label=shown)
             labelled.add(label)
         place += 1.0
     shapes = {row["shape"] for row in rows}
@@ -395,10 +372,8 @@ def draw(name: str, data: dict[str, Any]) -> None:
     axes.set_xlabel("TB/s: bytes that must be read and written, over the time", fontsize=10)
     info = data["environment"]
     shape = f" of {shapes.pop()}" if same else ""
-    axes.set_title(
-        f"{name}{shape}, bf16, {info.get('gpu', '')}, torch {info['torch']}, {info['date']}",
-        size=10,
-    )
+    source = f"{info.get('gpu', '')}, torch {info['torch']}, {info['date']}"
+    axes.set_title(f"{name}{shape}, bf16, {source}", size=10)
     figure.legend(fontsize=10, loc="outside lower center", ncols=5)
     figure.set_layout_engine("constrained")
     figure.savefig(RESULTS / f"{name}.png", dpi=100)
@@ -406,7 +381,6 @@ def draw(name: str, data: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Writes the documents, and the charts where matplotlib is installed."""
     for path, text in documents().items():
         path.write_text(text)
     try:

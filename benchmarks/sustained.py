@@ -14,9 +14,6 @@ from typing import Any
 import harness
 from power import PowerMeter, Span
 
-WARMUP_S = 2.0
-BLOCK_S = 0.8
-ROUNDS = 3
 _SETTLING = 0.25  # part of a block
 
 
@@ -26,16 +23,13 @@ class _Contender:
     def __init__(self, call: Callable[[], Any]) -> None:
         self.call = call
         self.ms = 1.0  # of one step, roughly
-        self.steps = 0
-        self.elapsed_ms = 0.0
+        self.steps, self.elapsed_ms = 0, 0.0
         self.spans: list[Span] = []
 
     def run(self, steps: int) -> float:
-        """Runs steps back to back; returns their GPU time in milliseconds."""
         return harness.elapsed_us(lambda: [self.call() for _ in range(steps)]) / 1e3
 
     def block(self, seconds: float, counted: bool) -> None:
-        """Runs steps for about so many seconds."""
         settling = max(1, round(_SETTLING * seconds * 1e3 / self.ms))
         self.run(settling)
         steps = max(3, round((1 - _SETTLING) * seconds * 1e3 / self.ms))
@@ -50,14 +44,11 @@ class _Contender:
 
 def sustained(
     calls: dict[str, Callable[[], Any]],
-    rounds: int = ROUNDS,
-    block_s: float = BLOCK_S,
-    warmup_s: float = WARMUP_S,
+    rounds: int = 3,
+    block_s: float = 0.8,
+    warmup_s: float = 2.0,
 ) -> dict[str, dict[str, Any]]:
-    """Returns for each step's name ``ms sustained`` and, where NVML can be read, its figures.
-
-    ``rounds`` blocks of ``block_s`` seconds each follow ``warmup_s`` seconds of load.
-    """
+    """Returns each step's ``ms sustained`` and, where NVML can be read, energy and clocks."""
     contenders = {name: _Contender(call) for name, call in calls.items()}
     for contender in contenders.values():
         contender.run(2)

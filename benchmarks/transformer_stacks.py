@@ -33,10 +33,7 @@ Autocast = Callable[[], contextlib.AbstractContextManager[Any]]
 def _arguments(
     hidden: int, ffn: int, heads: int, groups: int, llama: bool, **options: Any
 ) -> dict[str, Any]:
-    """Returns arguments for apex_te's and Transformer Engine's ``TransformerLayer``.
-
-    Llama: RMSNorm, SwiGLU, no bias, grouped queries.
-    """
+    """Returns arguments of a layer; Llama: RMSNorm, SwiGLU, no bias, grouped queries."""
     return {
         "hidden_size": hidden,
         "ffn_hidden_size": ffn,
@@ -57,7 +54,6 @@ def _arguments(
 
 
 def layer(**shape: Any) -> torch.nn.Module:
-    """Makes our layer of a shape of ``SHAPES``, with other options beside it."""
     torch.manual_seed(0)
     return apex_te.TransformerLayer(**_arguments(**shape))
 
@@ -91,11 +87,7 @@ class Plain(torch.nn.Module):
 
 
 def torchao_layer(**shape: Any) -> torch.nn.Module:
-    """Makes PyTorch's layer with torchao's tensorwise FP8 training, to be compiled.
-
-    Raises:
-        ImportError: torchao is not installed.
-    """
+    """Makes PyTorch's layer with torchao's tensorwise FP8 training, to be compiled."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     torch.manual_seed(0)
@@ -118,14 +110,10 @@ def their_autocast(te: Any, key: str) -> Autocast | None:
     """Returns Transformer Engine's context for one of ``RECIPES``; None if it has none."""
     from transformer_engine.common import recipe as theirs
 
-    kinds = {
-        "delayed": "DelayedScaling",
-        "tensorwise": "Float8CurrentScaling",
-        "blockwise": "Float8BlockScaling",
-    }
     if key == "bf16":
         return contextlib.nullcontext
-    kind = getattr(theirs, kinds.get(key, ""), None)
+    kinds = {"delayed": "Delayed", "tensorwise": "Float8Current", "blockwise": "Float8Block"}
+    kind = getattr(theirs, f"{kinds.get(key)}Scaling", None)
     if kind is None:
         return None
     made = kind()
@@ -135,7 +123,6 @@ def their_autocast(te: Any, key: str) -> Autocast | None:
 
 
 def their_layer(te: Any, **shape: Any) -> torch.nn.Module:
-    """Makes Transformer Engine's layer of a shape of ``SHAPES``."""
     torch.manual_seed(0)
     return te.TransformerLayer(**_arguments(**shape))
 
@@ -148,10 +135,7 @@ def our_autocast(scaling: recipe.Recipe | None, **options: Any) -> Autocast:
 def step(
     module: torch.nn.Module, autocast: Autocast, size: tuple[int, ...], **options: Any
 ) -> Callable[[], None]:
-    """Returns one forward and backward on random data, gradients dropped before.
-
-    ``size`` is that of the input; ``options`` are further arguments of the layer.
-    """
+    """Returns a forward and backward on random data of ``size``, gradients dropped before."""
     x = torch.randn(*size, device="cuda", dtype=DTYPE, requires_grad=True)
     dy = torch.randn_like(x)
     parameters = list(module.parameters())

@@ -1,8 +1,6 @@
-"""Builders of the ops: those in the table of builtin.py, and those in files of their own.
+"""Builders of the ops, in the table of builtin.py or, one op each, in files that are added here.
 
-A file that is added here defines the builder of the op of its name; other packages add ops with
-``register``, or as entry points (user_ops.py). Importing this package compiles nothing and does not
-import torch.
+Importing this package compiles nothing and does not import torch.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from .jit.backends import pybind, toolchain
 from .jit.platform import installed_torch, is_hip, own_cpu_features, text_of, torch_hip_version
@@ -23,46 +23,28 @@ def _version(text: str | None) -> tuple[int, int]:
     return (int(found[1]), int(found[2] or 0)) if found else (0, 0)
 
 
+def _always(*flags: str) -> Any:
+    """Returns a method that returns the same flags whatever it is given."""
+    return staticmethod(lambda *_: list(flags))
+
+
 class ApexMembers:
-    """Mixin of ``OpBuilder``: members of apex's builders beyond those that declare an op.
-
-    Builds add archs, torch's folders and compiler processes by themselves, so that the methods for
-    these return no flags.
-
-    Attributes:
-        jit_mode: False; a build is the same at install and at run time.
-        build_for_cpu: False.
-        enable_bf16: False.
-        error_log: text of the last ``warning``, which an error of ``load`` repeats.
-    """
+    """Mixin of ``OpBuilder``: members of apex's builders beyond those that declare an op."""
 
     NAME: ClassVar[str]
     root: Path
-    jit_mode = False
-    build_for_cpu = False
-    enable_bf16 = False
-    error_log: str | None = None
+    jit_mode = build_for_cpu = enable_bf16 = False
+    error_log: str | None = None  # text of the last ``warning``, which an error of ``load`` repeats
 
-    # Flags ----------------------------------------------------------------------------------
-
-    def extra_ldflags(self) -> list[str]:
-        """Returns flags that the op adds to the linker's, beside ``libraries_args``."""
-        return []
-
-    @staticmethod
-    def version_dependent_macros() -> list[str]:
-        """Returns the macros by which apex's sources know a torch of at least 1.5."""
-        return ["-DVERSION_GE_1_1", "-DVERSION_GE_1_3", "-DVERSION_GE_1_5"]
-
-    @staticmethod
-    def generator_args() -> list[str]:
-        """Returns no flags: torch has had its random generator's new header since 1.8."""
-        return []
-
-    @staticmethod
-    def aten_atomic_args() -> list[str]:
-        """Returns the macro by which apex's sources know torch's header of atomic operations."""
-        return ["-DATEN_ATOMIC_HEADER"]
+    # Flags that the op adds to the linker's, beside ``libraries_args``.
+    extra_ldflags = _always()
+    # By these apex's sources know a torch of at least 1.5, and its header of atomic operations.
+    version_dependent_macros = _always(*(f"-DVERSION_GE_1_{minor}" for minor in (1, 3, 5)))
+    aten_atomic_args = _always("-DATEN_ATOMIC_HEADER")
+    nccl_args = _always("-lnccl")
+    # A build adds archs and compiler processes by itself, and torch has had the new header of its
+    # random generator since 1.8.
+    compute_capability_args = nvcc_threads_args = generator_args = _always()
 
     @staticmethod
     def backward_pass_guard_args() -> list[str]:
@@ -74,24 +56,9 @@ class ApexMembers:
         return []
 
     @staticmethod
-    def nvcc_threads_args() -> list[str]:
-        """Returns no flags: as many compilers as the machine allows run at once."""
-        return []
-
-    @staticmethod
-    def compute_capability_args(cross_compile_archs: str | None = None) -> list[str]:
-        """Returns no flags: a build adds those of the archs that it is for."""
-        return []
-
-    @staticmethod
     def filter_ccs(ccs: Sequence[str]) -> list[str]:
         """Returns the given compute capabilities; a subclass may leave some out."""
         return list(ccs)
-
-    @staticmethod
-    def nccl_args() -> list[str]:
-        """Returns the linker's flag for NCCL."""
-        return ["-lnccl"]
 
     @staticmethod
     def cpu_arch() -> str:
@@ -125,8 +92,6 @@ class ApexMembers:
     def apex_src_path(self, code_path: str) -> str:
         """Returns a path relative to ``root`` as an absolute one."""
         return os.path.join(self.root, code_path)
-
-    # Questions about the machine -----------------------------------------------------------
 
     @staticmethod
     def is_rocm_pytorch() -> bool:
@@ -168,20 +133,13 @@ class ApexMembers:
 
     @staticmethod
     def validate_torch_version(torch_info: Mapping[str, str]) -> None:
-        """Checks that the installed torch has the versions that a build recorded.
+        """Raises ``RuntimeError`` if torch's versions are not those that a build recorded.
 
         Args:
             torch_info: "version", "cuda_version" and "hip_version"; "0.0" stands for none.
-
-        Raises:
-            RuntimeError: major or minor of a version is another one.
         """
         torch = installed_torch()
-        here = {
-            "version": torch.version,
-            "cuda_version": torch.cuda,
-            "hip_version": torch.hip,
-        }
+        here = {"version": torch.version, "cuda_version": torch.cuda, "hip_version": torch.hip}
         for name, text in here.items():
             if name in torch_info and _version(torch_info[name]) != _version(text):
                 raise RuntimeError(
@@ -225,10 +183,7 @@ class ApexMembers:
         self.error_log = msg
         tell(f"apex_te: {self.NAME}: {msg}")
 
-    # Nothing to do: a build translates sources for AMD GPUs itself ---------------------------
-
     def hipify_extension(self) -> None:
-        """Does nothing: a build for AMD GPUs translates its sources."""
+        """Does nothing: a build for AMD GPUs translates its sources, and there is none for SYCL."""
 
-    def sycl_extension(self) -> None:
-        """Does nothing: there is no build for SYCL."""
+    sycl_extension = hipify_extension

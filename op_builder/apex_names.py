@@ -11,77 +11,55 @@ from .spec import SUITE
 
 
 class Extension(NamedTuple):
-    """An extension of apex.
+    """An extension of apex."""
 
-    Attributes:
-        variable: what follows ``APEX_BUILD_`` in the variable that asks for it at install.
-        builder: its builder's class name without ``Builder``.
-        module: import name.
-    """
-
-    variable: str
-    builder: str
-    module: str
+    variable: str  # what follows ``APEX_BUILD_`` in the variable that asks for it at install
+    builder: str  # class name without ``Builder``
+    module: str  # import name
 
 
-EXTENSIONS = (
-    Extension("AMP_C", "AmpC", "amp_C"),
-    Extension("APEX_C", "ApexC", "apex_C"),
-    Extension("BNP", "Bnp", "bnp"),
-    Extension("DISTRIBUTED_ADAM", "DistributedAdam", "distributed_adam_cuda"),
-    Extension("DISTRIBUTED_LAMB", "DistributedLamb", "distributed_lamb_cuda"),
-    Extension("FAST_MULTIHEAD_ATTN", "FastMultiheadAttn", "fast_multihead_attn"),
-    Extension("FOCAL_LOSS", "FocalLoss", "focal_loss_cuda"),
-    Extension("FUSED_ADAM", "FusedAdam", "fused_adam_cuda"),
-    Extension("FUSED_BIAS_SWIGLU", "FusedBiasSwiGLU", "fused_bias_swiglu"),
-    Extension("FUSED_CONV_BIAS_RELU", "FusedConvBiasRelu", "fused_conv_bias_relu"),
-    Extension("FUSED_DENSE", "FusedDense", "fused_dense_cuda"),
-    Extension("FUSED_INDEX_MUL_2D", "FusedIndexMul2d", "fused_index_mul_2d"),
-    Extension("FUSED_LAMB", "FusedLamb", "fused_lamb_cuda"),
-    Extension("FUSED_LAYER_NORM", "FusedLayerNorm", "fused_layer_norm_cuda"),
-    Extension("FUSED_ROPE", "FusedRope", "fused_rotary_positional_embedding"),
-    Extension(
-        "FUSED_WEIGHT_GRADIENT_MLP",
-        "FusedWeightGradientMlpCuda",
-        "fused_weight_gradient_mlp_cuda",
-    ),
-    Extension(
-        "GENERIC_SCALED_MASKED_SOFTMAX_CUDA",
-        "GenericScaledMaskedSoftmaxCuda",
-        "generic_scaled_masked_softmax_cuda",
-    ),
-    Extension("MLP", "Mlp", "mlp_cuda"),
-    Extension("NCCL_ALLOCATOR", "NCCLAllocator", "_apex_nccl_allocator"),
-    Extension("NCCL_P2P", "NCCLP2P", "nccl_p2p_cuda"),
-    Extension("PEER_MEMORY", "PeerMemory", "peer_memory_cuda"),
-    Extension(
-        "SCALED_MASKED_SOFTMAX_CUDA", "ScaledMaskedSoftmaxCuda", "scaled_masked_softmax_cuda"
-    ),
-    Extension("SCALED_SOFTMAX_CUDA", "ScaledSoftmaxCuda", "scaled_softmax_cuda"),
-    Extension(
-        "SCALED_UPPER_TRIANG_MASKED_SOFTMAX_CUDA",
-        "ScaledUpperTriangMaskedSoftmaxCuda",
-        "scaled_upper_triang_masked_softmax_cuda",
-    ),
-    Extension("SYNCBN", "SyncBn", "syncbn"),
-    Extension("TRANSDUCER_JOINT", "TransducerJoint", "transducer_joint_cuda"),
-    Extension("TRANSDUCER_LOSS", "TransducerLoss", "transducer_loss_cuda"),
-    Extension("XENTROPY", "Xentropy", "xentropy_cuda"),
-)
+# Variable, builder and module; the module is left out where it is the variable in lower case.
+_TABLE = """
+AMP_C AmpC amp_C
+APEX_C ApexC apex_C
+BNP Bnp
+DISTRIBUTED_ADAM DistributedAdam distributed_adam_cuda
+DISTRIBUTED_LAMB DistributedLamb distributed_lamb_cuda
+FAST_MULTIHEAD_ATTN FastMultiheadAttn
+FOCAL_LOSS FocalLoss focal_loss_cuda
+FUSED_ADAM FusedAdam fused_adam_cuda
+FUSED_BIAS_SWIGLU FusedBiasSwiGLU
+FUSED_CONV_BIAS_RELU FusedConvBiasRelu
+FUSED_DENSE FusedDense fused_dense_cuda
+FUSED_INDEX_MUL_2D FusedIndexMul2d
+FUSED_LAMB FusedLamb fused_lamb_cuda
+FUSED_LAYER_NORM FusedLayerNorm fused_layer_norm_cuda
+FUSED_ROPE FusedRope fused_rotary_positional_embedding
+FUSED_WEIGHT_GRADIENT_MLP FusedWeightGradientMlpCuda fused_weight_gradient_mlp_cuda
+GENERIC_SCALED_MASKED_SOFTMAX_CUDA GenericScaledMaskedSoftmaxCuda
+MLP Mlp mlp_cuda
+NCCL_ALLOCATOR NCCLAllocator _apex_nccl_allocator
+NCCL_P2P NCCLP2P nccl_p2p_cuda
+PEER_MEMORY PeerMemory peer_memory_cuda
+SCALED_MASKED_SOFTMAX_CUDA ScaledMaskedSoftmaxCuda
+SCALED_SOFTMAX_CUDA ScaledSoftmaxCuda
+SCALED_UPPER_TRIANG_MASKED_SOFTMAX_CUDA ScaledUpperTriangMaskedSoftmaxCuda
+SYNCBN SyncBn
+TRANSDUCER_JOINT TransducerJoint transducer_joint_cuda
+TRANSDUCER_LOSS TransducerLoss transducer_loss_cuda
+XENTROPY Xentropy xentropy_cuda
+"""
+_ROWS = [line.split() for line in _TABLE.strip().splitlines()]
+EXTENSIONS = [Extension(name, title, *(rest or [name.lower()])) for name, title, *rest in _ROWS]
 
 _MODULES = SUITE / "compatibility" / "apex"
-# apex_te/ops in a checkout, ops in an installed package
-_OPS = next(
-    (path for path in (SUITE / "apex_te" / "ops", SUITE / "ops") if path.is_dir()), SUITE / "ops"
-)
+_IN_CHECKOUT, _INSTALLED = SUITE / "apex_te" / "ops", SUITE / "ops"
+_OPS = _IN_CHECKOUT if _IN_CHECKOUT.is_dir() else _INSTALLED
 
 
 def served_by(module: str) -> tuple[str, ...] | None:
-    """Returns the ops whose libraries an extension's module calls, None if there is no module.
-
-    They are read off the sources, so that no table has to follow them: what the module imports of
-    ``apex_te.ops``, itself or through a helper beside it, and which libraries that binds.
-    """
+    """Returns the ops whose libraries an extension's module calls, None if there is no module."""
+    # read off the sources: what the module imports of apex_te.ops, itself or through a helper
     if not (_MODULES / f"{module}.py").is_file():
         return None
     files, seen, found = [module], set(), set()

@@ -31,22 +31,20 @@ class OpBuilder(ApexMembers, OpSpec):
     """
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Returns True if the op's sources exist and no GPU in use is older than ``min_arch``.
+        """Returns True if the op's sources exist and no GPU that torch uses is too old for it.
 
-        GPUs are in use in a process in which torch has initialised CUDA. With ``verbose`` the
-        reason for False is printed on stderr.
+        With ``verbose`` the reason for False is printed on stderr.
         """
         reason = ""
         sources = self.sources()
         lost = [source for source in sources if not (self.root / source).is_file()]
+        old = [gpu for gpu in initialised_capabilities() if gpu < self.min_arch]
         if not sources:
             reason = f"no sources in {self.root / 'csrc' / self.NAME}{self._root_hint()}"
         elif lost:
             reason = f"{self.root / lost[0]} does not exist"
-        elif "cuda" in self.DEVICES:
-            old = [device for device in initialised_capabilities() if device < self.min_arch]
-            if old:
-                reason = f"needs a GPU of arch {Arch(*self.min_arch)} or later, got {Arch(*old[0])}"
+        elif old and "cuda" in self.DEVICES:
+            reason = f"needs a GPU of arch {Arch(*self.min_arch)} or later, got {Arch(*old[0])}"
         if reason and verbose:
             tell(f"apex_te: {self.NAME}: {reason}")
         return not reason
@@ -64,10 +62,7 @@ class OpBuilder(ApexMembers, OpSpec):
         return self.is_compatible()
 
     def open(self, device: str = "cpu", capability: Capability | None = None) -> OpenedLibrary:
-        """Returns the opened library for ``device``, which is compiled if no cache holds it.
-
-        It runs on a GPU of ``capability``, by default on a GPU in use, if there is one.
-        """
+        """Returns the opened library for ``device``, which is compiled if no cache holds it."""
         return open_library(self, device, capability)
 
     def find(
@@ -106,10 +101,8 @@ class OpBuilder(ApexMembers, OpSpec):
     def _load(self, verbose: bool, force: bool) -> ModuleType:
         """Returns the op's Python module, as ``load`` or, with ``force``, ``jit_load`` does."""
         if type(self).is_compatible is not OpBuilder.is_compatible and not self.is_compatible():
-            raise BuildError(
-                f"{self.NAME}: its builder's is_compatible() is False"
-                + (f": {self.error_log}" if self.error_log else "")
-            )
+            reason = f": {self.error_log}" if self.error_log else ""
+            raise BuildError(f"{self.NAME}: its builder's is_compatible() is False{reason}")
         if self.is_outside:
             register(self)
         if self.BINDING == "pybind11":
@@ -164,17 +157,13 @@ registered: dict[str, OpBuilder] = {}  # ops outside of the suite that this proc
 
 
 def added() -> dict[str, str]:
-    """Returns this folder's modules that users added, by the NAME of the builders in them.
-
-    A file that gives no NAME counts under its own name.
-    """
+    """Returns this folder's modules that users added, by their builders' NAME or else their own."""
     folder = os.path.dirname(__file__)
-    files = (os.path.splitext(entry) for entry in os.listdir(folder))
-    stems = {stem for stem, ending in files if ending == ".py"} - _NOT_OPS
     found = {}
-    for stem in sorted(stems):
-        names = _NAME.findall(text_of(os.path.join(folder, f"{stem}.py")))
-        found.update(dict.fromkeys(names or [stem], stem))
+    for stem, ending in sorted(map(os.path.splitext, os.listdir(folder))):
+        if ending == ".py" and stem not in _NOT_OPS:
+            names = _NAME.findall(text_of(os.path.join(folder, f"{stem}.py")))
+            found.update(dict.fromkeys(names or [stem], stem))
     return found
 
 
@@ -189,7 +178,6 @@ def suite_names() -> list[str]:
 
 
 def _place(builder: OpBuilder) -> str:
-    """Returns module, class and file of a builder's definition, as text for messages."""
     cls = type(builder)
     file = getattr(sys.modules.get(cls.__module__), "__file__", None) or "?"
     return f"{cls.__module__}.{cls.__qualname__} ({file})"

@@ -20,7 +20,6 @@ class CoreBuilder(DispatcherSpec, CPUOpBuilder):
     BUILD_VAR = DispatcherSpec.BUILD_VAR
 
     def _load(self, verbose: bool, force: bool) -> ModuleType:
-        """Returns the dispatcher's module; with ``force`` compiles and imports it anew."""
         if self.NAME in sys.modules and not force:
             return sys.modules[self.NAME]
         return import_module(self.NAME, open_library(self, "cpu", force=force, verbose=verbose))
@@ -34,31 +33,21 @@ class JaxBuilder(JaxHandlersSpec, CPUOpBuilder):
 
 
 class _BuiltinBuilder(CUDAOpBuilder):
-    """Builder of an op in the table, whose line is ``op``."""
-
-    op: Op
+    op: Op  # its line in the table
 
     def cxx_args(self) -> list[str]:
-        """Returns the flags in the op's line of the table."""
         return list(self.op.cxx_args)
 
     def system_include_paths(self, device: str) -> list[str]:
-        """Returns cuBLASLt's include folder for an op that needs it and a compiler without it."""
         return blas_include() if self.op.needs_blas and device == "cuda" else []
 
 
 def _builder_class(name: str, op: Op) -> type[OpBuilder]:
     """Returns the builder class of an op in the table, such as ``RmsNormBuilder``."""
     title = "".join(part.capitalize() for part in name.split("_"))
-    attributes = {
-        "__doc__": f"Builder of {op.text}.",
-        "__module__": __name__,
-        "NAME": name,
-        "DEVICES": op.devices,
-        "min_arch": op.min_arch,
-        "op": op,
-    }
-    return type(f"{title}Builder", (_BuiltinBuilder,), attributes)
+    about = {"__doc__": f"Builder of {op.text}.", "__module__": __name__}
+    declared = {"NAME": name, "DEVICES": op.devices, "min_arch": op.min_arch, "op": op}
+    return type(f"{title}Builder", (_BuiltinBuilder,), {**about, **declared})
 
 
 BUILDERS: dict[str, type[OpBuilder]] = {

@@ -24,16 +24,10 @@ _FUNCTION = re.compile(
 
 
 class FunctionSpec(NamedTuple):
-    """A C function of an op as its header declares it with ``APEX_TE_FUNCTION``.
+    """A C function of an op as its header declares it with ``APEX_TE_FUNCTION``."""
 
-    Attributes:
-        signature: the parameters as text, such as "x: Tensor, y: Tensor!", or with the contracts
-            that ``apex_te.contract`` describes, such as "x: T[r c], y: T[r c]!".
-        devices: devices whose library defines the function, "cpu", "cuda" or both.
-    """
-
-    signature: str
-    devices: tuple[str, ...]
+    signature: str  # "x: Tensor, y: Tensor!", or with contracts "x: T[r c], y: T[r c]!"
+    devices: tuple[str, ...]  # whose library defines the function: "cpu", "cuda" or both
 
 
 def without_comments(code: str) -> str:
@@ -88,25 +82,23 @@ class OpSpec:
         super().__init_subclass__()
         if not cls.NAME:
             return
-        if not cls.NAME.isidentifier():
-            raise TypeError(f"{cls.__name__}: NAME must be an identifier, got {cls.NAME!r}")
-        if "BUILD_VAR" not in cls.__dict__:
-            cls.BUILD_VAR = f"APEX_BUILD_{cls.NAME.upper()}"
         if cls.INCLUDE_FLAG == CPU_OPS:
             cls.INCLUDE_FLAG = INCLUDE_FLAGS[0]
-        if not str(cls.INCLUDE_FLAG).isidentifier():
-            raise TypeError(
-                f"{cls.__name__}: INCLUDE_FLAG must be the name of an environment variable,"
-                f" got {cls.INCLUDE_FLAG!r}"
-            )
-        if cls.BINDING not in ("c", "pybind11"):
-            raise TypeError(
-                f'{cls.__name__}: BINDING must be "c" or "pybind11", got {cls.BINDING!r}'
-            )
-        if isinstance(cls.EXPORTS, str) or not all(name.isidentifier() for name in cls.EXPORTS):
-            raise TypeError(
-                f"{cls.__name__}: EXPORTS must be a tuple of identifiers, got {cls.EXPORTS!r}"
-            )
+        names = (cls.EXPORTS,) if isinstance(cls.EXPORTS, str) else cls.EXPORTS
+        exports = names is cls.EXPORTS and all(map(str.isidentifier, names))
+        group = str(cls.INCLUDE_FLAG).isidentifier()
+        for name, wanted, fits in (
+            ("NAME", "an identifier", cls.NAME.isidentifier()),
+            ("INCLUDE_FLAG", "the name of an environment variable", group),
+            ("BINDING", '"c" or "pybind11"', cls.BINDING in ("c", "pybind11")),
+            ("EXPORTS", "a tuple of identifiers", exports),
+        ):
+            if not fits:
+                raise TypeError(
+                    f"{cls.__name__}: {name} must be {wanted}, got {getattr(cls, name)!r}"
+                )
+        if "BUILD_VAR" not in cls.__dict__:
+            cls.BUILD_VAR = f"APEX_BUILD_{cls.NAME.upper()}"
         if cls.BINDING == "pybind11":
             cls.DEVICES = ("cpu",)  # one library, whatever devices its functions take
 
@@ -131,8 +123,6 @@ class OpSpec:
         self.name = self.NAME
         self.root = Path(root if root is not None else self.ROOT).resolve()
         self._functions: dict[str, FunctionSpec] | None = None
-
-    # Declared by the op's author ------------------------------------------------------------
 
     def absolute_name(self) -> str:
         """Returns the import name of the Python module that the builder's ``load`` returns."""
@@ -201,8 +191,6 @@ class OpSpec:
                 ) from None
             self._functions = parse_functions(text)
         return dict(self._functions)
-
-    # Derived from it ------------------------------------------------------------------------
 
     @property
     def is_outside(self) -> bool:

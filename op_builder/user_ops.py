@@ -1,9 +1,4 @@
-"""Builders that other installed packages declare as entry points.
-
-A package names its builders as entry points of the group ``apex_te.op_builders``, each under its
-op's NAME. Entry points are searched only for a name that apex_te's own ops do not have, and for a
-list of all ops.
-"""
+"""Builders of installed packages: entry points of the group ``apex_te.op_builders``, by op."""
 
 from __future__ import annotations
 
@@ -25,25 +20,19 @@ def _entry_points() -> dict[str, list[EntryPoint]]:
     """Returns ``apex_te.op_builders`` entry points by name, without a distribution's doubles."""
     from importlib.metadata import entry_points
 
-    found: dict[str, dict[tuple[str, str], EntryPoint]] = {}
+    found: dict[str, dict[str, EntryPoint]] = {}
     for entry in entry_points(group=GROUP):
-        found.setdefault(entry.name, {}).setdefault((entry.value, _distribution(entry)), entry)
+        found.setdefault(entry.name, {}).setdefault(_where(entry), entry)
     return {name: list(entries.values()) for name, entries in sorted(found.items())}
 
 
-def _distribution(entry: Any) -> str:
-    """Returns name and version of an entry point's distribution, as text for messages."""
+def _where(entry: Any) -> str:
     dist = getattr(entry, "dist", None)
-    return f"{dist.name} {dist.version}" if dist is not None else "an unknown distribution"
-
-
-def _where(entry: EntryPoint) -> str:
-    """Returns an entry point as text for messages, such as "pkg.module:Class of pkg 1.0"."""
-    return f"{entry.value} of {_distribution(entry)}"
+    owner = f"{dist.name} {dist.version}" if dist is not None else "an unknown distribution"
+    return f"{entry.value} of {owner}"
 
 
 def _load(name: str, entries: list[EntryPoint]) -> OpBuilder:
-    """Imports and registers the builder, with NAME ``name``, that entry points name."""
     if name in suite_names():
         raise DuplicateOpError(f"{_where(entries[0])}: the suite has an op {name!r} already")
     if len(entries) > 1:
@@ -75,9 +64,8 @@ def _load(name: str, entries: list[EntryPoint]) -> OpBuilder:
 
 def find(name: str) -> OpBuilder | None:
     """Returns another package's builder, registered or of an entry point, or None."""
-    known = builder_module.registered.get(name)
-    if known is not None:
-        return known
+    if name in builder_module.registered:
+        return builder_module.registered[name]
     entries = _entry_points().get(name)
     return _load(name, entries) if entries else None
 
@@ -88,15 +76,11 @@ def names() -> list[str]:
 
 
 def builders() -> dict[str, OpBuilder]:
-    """Returns the builders of all ops of other packages by op name.
-
-    A builder that cannot be loaded is left out, with one warning per process.
-    """
+    """Returns all ops of other packages by name; of those that do not load it warns, once each."""
     found, problems = builders_and_problems()
-    for problem in problems.values():
-        if problem not in _warned:
-            _warned.add(problem)
-            warnings.warn(f"apex_te: left out {problem}", RuntimeWarning, stacklevel=2)
+    for problem in sorted({*problems.values()} - _warned):
+        _warned.add(problem)
+        warnings.warn(f"apex_te: left out {problem}", RuntimeWarning, stacklevel=2)
     return found
 
 

@@ -75,6 +75,7 @@ _NOW = {
     "op_builder.jit.find.look_up": "op_builder.jit.find.cache",
     "op_builder.jit.near_names": "op_builder.jit.text",
     "op_builder.jit.prebuild.targets": "op_builder.jit.prebuild.batch",
+    "op_builder.jit.prebuild.user_cache": "op_builder.jit.prebuild.batch",
     "op_builder.jit.resources": "op_builder.jit.build.resources",
     "op_builder.jit.service": "op_builder.jit.build.service",
     "op_builder.jit.targets": "op_builder.jit.prebuild.batch",

@@ -59,8 +59,7 @@ def prebuild(
         raise TypeError(f"prebuild: verbose must be a bool, got {verbose!r}")
     from ..op_builder import all_builders, user_builders
     from ..op_builder.jit.errors import ArchError, SettingError, UnknownOpError
-    from ..op_builder.jit.prebuild.batch import Targets
-    from ..op_builder.jit.prebuild.user_cache import choose_ops, into_cache
+    from ..op_builder.jit.prebuild.batch import Targets, choose_ops, into_cache
 
     builders = {**all_builders(), **user_builders()}
     archs = arch if arch is None or isinstance(arch, str) else ";".join(arch)

@@ -40,10 +40,8 @@ TINY = {
 
 
 def arguments() -> argparse.Namespace:
-    """Returns the options of the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--batch", type=int, default=4, help="sequences of a step")
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of a sequence")
     parser.add_argument("--seconds", type=float, default=4.0, help="load that counts, per process")
@@ -73,13 +71,15 @@ def worker(options: argparse.Namespace) -> dict[str, Any]:
     with torch.device(accelerator.device):
         model = LlamaForCausalLM(config)
     if options.worker == FUSED:
-        convert(model)
+        from apex_te import autocast_forward, from_torch
+
+        from_torch(model, fuse=True, include="*")  # as a script without Accelerate's switch does
+        autocast_forward(model)
     on_gpu = accelerator.device.type == "cuda"
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=on_gpu)
     model, optimizer = accelerator.prepare(model, optimizer)
-    tokens = torch.randint(
-        config.vocab_size, (options.batch, options.tokens), device=accelerator.device
-    )
+    size = (options.batch, options.tokens)
+    tokens = torch.randint(config.vocab_size, size, device=accelerator.device)
 
     def step() -> torch.Tensor:
         loss = model(input_ids=tokens, labels=tokens).loss
@@ -89,7 +89,6 @@ def worker(options: argparse.Namespace) -> dict[str, Any]:
         return loss
 
     def timed(seconds: float) -> tuple[int, float, float]:
-        """Returns steps, their seconds and the last loss."""
         steps, begin = 0, time.perf_counter()
         while time.perf_counter() - begin < seconds or steps < 3:
             loss = step().item()
@@ -99,12 +98,8 @@ def worker(options: argparse.Namespace) -> dict[str, Any]:
     timed(options.seconds / 2)
     steps, elapsed, loss = timed(options.seconds)
     layers = {type(m).__module__.partition(".")[0] for m in model.modules() if hasattr(m, "weight")}
-    row = {
-        "tokens/s": round(steps * tokens.numel() / elapsed),
-        "ms a step": elapsed / steps * 1e3,
-        "loss": loss,
-        "layers of": ", ".join(sorted(layers)),
-    }
+    row = {"tokens/s": round(steps * tokens.numel() / elapsed), "ms a step": elapsed / steps * 1e3}
+    row |= {"loss": loss, "layers of": ", ".join(sorted(layers))}
     if on_gpu:
         row["peak GiB"] = torch.cuda.max_memory_allocated() / 2**30
     if fp8:
@@ -112,14 +107,6 @@ def worker(options: argparse.Namespace) -> dict[str, Any]:
 
         row["transformer_engine"] = transformer_engine.__version__
     return row
-
-
-def convert(model: Any) -> None:
-    """Does what a script without Accelerate's switch adds for FP8."""
-    from apex_te import autocast_forward, from_torch
-
-    from_torch(model, fuse=True, include="*")
-    autocast_forward(model)
 
 
 def run(stack: str) -> dict[str, Any]:

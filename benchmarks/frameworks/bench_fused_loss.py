@@ -33,13 +33,7 @@ CONTENDERS: dict[str, dict[str, Any] | None] = {
 
 
 def make_step(model: Any, options: dict[str, Any] | None, ids: torch.Tensor) -> Callable[[], Any]:
-    """Returns a call that computes loss and gradients.
-
-    Args:
-        model: the model.
-        options: of ``fuse_loss``; None runs the model's own loss.
-        ids: the tokens ``[sequences, tokens]``.
-    """
+    """Returns a call that computes loss and gradients; without options by the model's own loss."""
 
     def step() -> torch.Tensor:
         fused = None if options is None else fuse_loss(model, **options)
@@ -60,11 +54,9 @@ def main() -> None:
     options = parser.parse_args()
     device = torch.device("cpu" if options.tiny else "cuda")
     dtype = torch.float32 if options.tiny else torch.bfloat16
-    sizes = TINY if options.tiny else ONE_B
-    tokens = 16 if options.tiny else options.tokens
-    config = LlamaConfig(
-        **sizes, max_position_embeddings=tokens, use_cache=False, tie_word_embeddings=True
-    )
+    sizes, tokens = (TINY, 16) if options.tiny else (ONE_B, options.tokens)
+    own = {"max_position_embeddings": tokens, "use_cache": False, "tie_word_embeddings": True}
+    config = LlamaConfig(**sizes, **own)
     torch.manual_seed(0)
     with device:
         model = LlamaForCausalLM(config).to(dtype).train()

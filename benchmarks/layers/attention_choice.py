@@ -10,6 +10,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
+from unittest import mock
 
 import harness
 import torch
@@ -50,18 +51,15 @@ class Case(NamedTuple):
 
 
 _HEADS = [(32, 8, (128, 128)), (64, 8, (64, 64)), (16, 4, (256, 256)), (128, 128, (192, 128))]
-_SHORT = (16, 256, 256)
+_FEW, _MANY = (2, 1024, 1024), (2, 2048, 2048)
+_BIAS = {"bias": "post_scale_bias"}
 CASES = [
     *(Case(*heads, **more) for heads in _HEADS for more in (
-        {},
-        {"kind": "no_mask"},
-        {"deterministic": True},
-        {"window": (1023, 0)},
-        {"kind": "padding"},
-        {"layout": "thd"},
+        {}, {"kind": "no_mask"}, {"deterministic": True}, {"window": (1023, 0)},
+        {"kind": "padding"}, {"layout": "thd"},
     )),
-    *(Case(32, 8, (128, 128), **more) for more in (
-        {"tokens": _SHORT},
+    *(Case(*_HEADS[0], **more) for more in (
+        {"tokens": (16, 256, 256)},
         {"tokens": (8, 512, 512)},
         {"sink": "learnable"},
         {"dropout": 0.125},
@@ -75,24 +73,21 @@ CASES = [
         {"kind": "padding_causal"},
         {"kind": "arbitrary"},
         {"kind": "arbitrary", "tokens": (8, 1024, 1024)},
-        {"bias": "post_scale_bias"},
-        {"bias": "post_scale_bias", "tokens": (8, 1024, 1024)},
+        _BIAS,
+        {**_BIAS, "tokens": (8, 1024, 1024)},
         {"bias": "alibi"},
         {"dtype": torch.float16},
-        {"dtype": torch.float32, "tokens": (2, 1024, 1024)},
+        {"dtype": torch.float32, "tokens": _FEW},
     )),
-    *(Case(32, 32, (128, 128), **more) for more in (
-        {"kind": "arbitrary", "tokens": (2, 2048, 2048)},
-        {"bias": "post_scale_bias", "tokens": (2, 2048, 2048)},
-        {"dtype": torch.float32, "tokens": (2, 1024, 1024)},
-    )),
-    Case(64, 8, (64, 64), window=(127, 0)),
-    Case(64, 8, (64, 64), window=(127, 0), sink="learnable"),
+    Case(32, 32, (128, 128), "arbitrary", _MANY),
+    Case(32, 32, (128, 128), tokens=_MANY, **_BIAS),
+    Case(32, 32, (128, 128), tokens=_FEW, dtype=torch.float32),
+    Case(*_HEADS[1], window=(127, 0)),
+    Case(*_HEADS[1], window=(127, 0), sink="learnable"),
 ]  # fmt: skip
 
 
 def step(attend: Callable[[], torch.Tensor], inputs: list[torch.Tensor]) -> Callable[[], None]:
-    """Returns a forward and backward pass."""
     grad: list[torch.Tensor] = []
 
     def run() -> None:
@@ -108,7 +103,6 @@ def step(attend: Callable[[], torch.Tensor], inputs: list[torch.Tensor]) -> Call
 
 @contextlib.contextmanager
 def deterministic(on: bool) -> Iterator[None]:
-    """Turns on deterministic algorithms for a while."""
     torch.use_deterministic_algorithms(on)
     try:
         yield
@@ -117,17 +111,11 @@ def deterministic(on: bool) -> Iterator[None]:
 
 
 def module_and_call(case: Case) -> tuple[Any, list[torch.Tensor], dict[str, Any]]:
-    batch, queries, keys = case.tokens
+    (batch, queries, keys), (inner, outer) = case.tokens, case.sizes
     packs = case.layout == "thd"
-    shapes = [
-        (queries, case.heads, case.sizes[0]),
-        (keys, case.groups, case.sizes[0]),
-        (keys, case.groups, case.sizes[1]),
-    ]
-    inputs = [
-        torch.randn(batch, *shape, device=DEVICE, dtype=case.dtype).flatten(0, int(packs))
-        for shape in shapes
-    ]
+    shapes = [(queries, case.heads, inner), (keys, case.groups, inner), (keys, case.groups, outer)]
+    given: dict[str, Any] = {"device": DEVICE, "dtype": case.dtype}
+    inputs = [torch.randn(batch, *shape, **given).flatten(0, int(packs)) for shape in shapes]
     call: dict[str, Any] = {}
     if packs:
         starts = torch.arange(batch + 1, dtype=torch.int32, device=DEVICE) * queries
@@ -142,10 +130,8 @@ def module_and_call(case: Case) -> tuple[Any, list[torch.Tensor], dict[str, Any]
     if case.bias != "no_bias":
         call["core_attention_bias_type"] = case.bias
     if case.bias == "post_scale_bias":
-        shape = (1, case.heads, queries, keys)
-        bias = torch.randn(shape, device=DEVICE, dtype=case.dtype)
-        inputs.append(bias)
-        call["core_attention_bias"] = bias
+        inputs.append(torch.randn(1, case.heads, queries, keys, **given))
+        call["core_attention_bias"] = inputs[-1]
     for x in inputs:
         x.requires_grad_()
     module = apex_te.DotProductAttention(
@@ -157,10 +143,7 @@ def module_and_call(case: Case) -> tuple[Any, list[torch.Tensor], dict[str, Any]
 
 
 def _fitting(explain: Callable[[], str], case: Case) -> tuple[str, list[str]]:
-    """Returns the kernel that the table chooses in ``explain``, and all that fit.
-
-    ALiBi as columns counts as one more kernel.
-    """
+    """Returns the kernel that the table chooses in ``explain``, and all that fit, ALiBi's too."""
     problems: list[Problem] = []
     whole = choice.first_that_fits
 
@@ -168,27 +151,17 @@ def _fitting(explain: Callable[[], str], case: Case) -> tuple[str, list[str]]:
         problems.append(problem)
         return whole(problem)
 
-    for module in (choice, packed):
-        module.first_that_fits = noted  # type: ignore[attr-defined]
-    try:
+    stand_in = {"first_that_fits": noted}
+    with mock.patch.multiple(choice, **stand_in), mock.patch.multiple(packed, **stand_in):
         has_columns = explain().startswith("alibi")
-    finally:
-        for module in (choice, packed):
-            module.first_that_fits = whole  # type: ignore[attr-defined]
     last = problems[-1]  # whose path is taken
     if has_columns:
         last = last._replace(bias="constant", size=case.sizes[0])
     row = next(row for row in choice.TABLE if row.has(last))
     chosen = next(name for name in row.kernels if CANDIDATES[name].obstacle(last) is None)
-    many, candidates.MANY_SCORES = candidates.MANY_SCORES, 0
-    try:
+    with mock.patch.object(candidates, "MANY_SCORES", 0):
         fits = [name for name, each in CANDIDATES.items() if each.obstacle(last) is None]
-    finally:
-        candidates.MANY_SCORES = many
-    others = {
-        "independent",
-        "blocks",
-    }  # for batch_invariant alone, the latter over 1000 times as slow
+    others = {"independent", "blocks"}  # for batch_invariant; the latter over 1000 times as slow
     if case.layout != "thd":  # the tokens of a batch without its padding are not padded again
         others.add("padded")
     fits = [name for name in fits if name not in others]
@@ -214,9 +187,9 @@ def forced(name: str) -> Iterator[None]:
         yield
         return
     kept = {each: getattr(plan, each) for each in ("choose", "choose_packed", "choose_with_alibi")}
-    for each in kept:
-        taken = _chooser(name) if each == "choose" else lambda *args: CANDIDATES[name].path
-        setattr(plan, each, taken)
+    taken = dict.fromkeys(kept, lambda *args: CANDIDATES[name].path) | {"choose": _chooser(name)}
+    for each, call in taken.items():
+        setattr(plan, each, call)
     try:
         yield
     finally:
@@ -243,7 +216,6 @@ def _steps(case: Case) -> tuple[str, dict[str, Callable[[], None]]]:
 
 
 def main() -> int:
-    """Returns how many choices are not within 1.03 of the fastest."""
     rows, wrong = [], []
     for case in CASES:
         chosen, steps = _steps(case)

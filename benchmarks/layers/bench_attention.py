@@ -14,16 +14,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
-import torch
-from torch.nn import functional
-from torch.nn.attention import SDPBackend, sdpa_kernel
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import _path  # noqa: F401
 import attention_choice
 import harness
+import torch
 from attention_choice import Case, deterministic, module_and_call, step
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 HEADS, LATENT, WIDE, NARROW = (
     (32, 8, (128, 128)), (128, 128, (192, 128)), (16, 4, (256, 256)), (64, 8, (64, 64)),
@@ -54,7 +52,6 @@ PEERS = {
 
 
 def ours(case: Case) -> tuple[Callable[[], None], str]:
-    """Returns a step of the module and the path that it takes."""
     module, inputs, call = module_and_call(case)
     run = step(lambda: module(*inputs, **call), inputs)
 
@@ -70,13 +67,11 @@ def peer(backend: SDPBackend, case: Case) -> Callable[[], None] | None:
     """Returns a step of one of torch's kernels, causal; None if it refuses these heads."""
     _, inputs, _ = module_and_call(Case(case.heads, case.groups, case.sizes))
     inputs = [x.detach().transpose(1, 2).requires_grad_() for x in inputs]
-    q, k, v = inputs
+    options = {"is_causal": True, "enable_gqa": case.heads != case.groups}
 
     def attend() -> torch.Tensor:
         with sdpa_kernel(backend):
-            return functional.scaled_dot_product_attention(
-                q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
-            )
+            return functional.scaled_dot_product_attention(*inputs, **options)
 
     run = step(attend, inputs)
     try:
@@ -93,10 +88,9 @@ def rows() -> Iterator[harness.Row]:
         calls = {"apex_te": own} | {key: call for key, call in peers.items() if call is not None}
         alone = harness.paired_ms(calls, repeats=8)  # which warms up, too
         times = harness.running_us(list(calls.values()))
-        for contender, each in zip(calls, times, strict=True):
+        for (contender, call), each in zip(calls.items(), times, strict=True):
             row = {"case": name, "contender": contender, "ms": each["us"] / 1e3}
-            row["ms alone"] = alone[contender]
-            row["peak GiB above"] = harness.peak_gib(calls[contender])
+            row |= {"ms alone": alone[contender], "peak GiB above": harness.peak_gib(call)}
             yield {**row, "path": path.partition(":")[0] if contender == "apex_te" else ""}
         del own, calls, peers
 

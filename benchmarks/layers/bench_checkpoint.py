@@ -16,23 +16,20 @@ Contenders of a figure take turns.
 
 from __future__ import annotations
 
+import functools
 import gc
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-from torch import nn
-from torch.nn import functional as F
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+import _path  # noqa: F401
 import harness
 import lora_stack
+import torch
 from bench_lora import step_of, times_in_turns
+from torch import nn
+from torch.nn import functional as F
 
 import apex_te
 from apex_te import from_torch
@@ -48,13 +45,13 @@ RANK = 16
 
 
 class Sizes(NamedTuple):
-    """Sizes of the model, batch and length of its input, and how often steps are timed."""
+    """Sizes of the model and of its input, and how often steps are timed."""
 
     shape: lora_stack.Shape
     layers: int
     trained: int  # layers of full fine-tuning
     words: int
-    tokens: tuple[int, int]
+    tokens: tuple[int, int]  # batch and length
     repeats: int
     dtype: torch.dtype
 
@@ -75,7 +72,6 @@ def released(rows: int, cols: int, dtype: torch.dtype, device: str) -> FP8Parame
 
 
 def layers_of(sizes: Sizes, device: str) -> Weights:
-    """Returns the released weights of each layer, by the projections' names."""
     with torch.device("meta"):
         layer = lora_stack.Layer(sizes.shape)
     shapes = {n: m.weight.shape for n, m in layer.named_children() if n.endswith("_proj")}
@@ -86,7 +82,6 @@ def layers_of(sizes: Sizes, device: str) -> Weights:
 
 
 def stack_of(layers: Weights, sizes: Sizes, kind: str, trained: bool, device: str) -> nn.Sequential:
-    """Returns layers of "torch" or "apex_te" that hold the given weights."""
     made = []
     for weights in layers:
         with torch.device("meta"):
@@ -149,23 +144,41 @@ def with_adapters(stack: nn.Sequential, decoded: bool, fused: bool) -> nn.Sequen
 
 def inputs(sizes: Sizes, device: str) -> tuple[torch.Tensor, torch.Tensor]:
     torch.manual_seed(2)
-    x, dy = torch.randn(
-        2, *sizes.tokens, sizes.shape.hidden, device=device, dtype=sizes.dtype
-    ).unbind()
+    shape = (2, *sizes.tokens, sizes.shape.hidden)
+    x, dy = torch.randn(shape, device=device, dtype=sizes.dtype).unbind()
     return x, dy
+
+
+def compared(
+    figure: str, steps: dict[str, Callable[[], Any]], sizes: Sizes, device: str, logits: int = 0
+) -> Iterator[Row]:
+    """Yields time, memory and distance of the gradients from the first step's, of each step."""
+    rows: list[Row] = []
+    reference = None
+    for name, step in steps.items():
+        gradients, _, peak = harness.memory(step)
+        reference = reference or gradients
+        row: Row = {"figure": figure, "stack": name}
+        row["gradients differ by"] = statistics.mean(harness.distances(gradients, reference))
+        above = peak - sum(g.nbytes for g in gradients) if logits else peak
+        if device == "cuda":
+            row |= {"peak GiB above": above / 2**30}
+            row |= {"of logits": above / logits} if logits else {}
+        rows.append(row)
+        del gradients
+    del reference
+    yield from timed(rows, [*steps.values()], sizes, device)
 
 
 def timed(
     rows: list[Row], steps: list[Callable[[], Any]], sizes: Sizes, device: str
 ) -> Iterator[Row]:
-    """Yields the rows with the median milliseconds of their steps."""
     times = times_in_turns(steps, device, sizes.repeats)
     for row, ms in zip(rows, times, strict=True):
         yield row | {"ms": ms} | {f"over {rows[i]['stack']}": ms / times[i] for i in range(2)}
 
 
 def weights_and_lora(held: Weights, plain: Weights, sizes: Sizes, device: str) -> Iterator[Row]:
-    """Yields the bytes of weights, and the figures of training adapters."""
     gib = [
         sum(lora_stack.tensor_bytes(w) for layer in layers for w in layer.values()) / 2**30
         for layers in (plain, held)
@@ -180,28 +193,15 @@ def weights_and_lora(held: Weights, plain: Weights, sizes: Sizes, device: str) -
         "FP8": (held, "apex_te", False, False),
         "FP8, fused": (held, "apex_te", False, True),
     }
-    rows: list[Row] = []
-    steps: list[Callable[[], Any]] = []
-    reference = None
+    steps = {}
     for name, (weights, kind, decoded, fused) in contenders.items():
         stack = with_adapters(stack_of(weights, sizes, kind, False, device), decoded, fused)
-        step = step_of(stack, RECIPE if weights is held else None, x, dy)
-        step()
-        gradients, _, peak = harness.memory(step)
-        reference = reference or gradients
-        row: Row = {"figure": "LoRA", "stack": name}
-        row["gradients differ by"] = statistics.mean(harness.distances(gradients, reference))
-        if device == "cuda":
-            row["peak GiB above"] = peak / 2**30
-        rows.append(row)
-        steps.append(step)
-        del gradients
-    del reference
-    yield from timed(rows, steps, sizes, device)
+        steps[name] = step_of(stack, RECIPE if weights is held else None, x, dy)
+        steps[name]()
+    yield from compared("LoRA", steps, sizes, device)
 
 
 def full(held: Weights, plain: Weights, sizes: Sizes, device: str) -> Iterator[Row]:
-    """Yields the figures of training all weights of a few layers."""
     x, dy = inputs(sizes, device)
     steps: list[Callable[[], Any]] = []
     rows: list[Row] = []
@@ -209,8 +209,8 @@ def full(held: Weights, plain: Weights, sizes: Sizes, device: str) -> Iterator[R
         ("bf16", plain, False), ("bf16 weights, FP8 products", plain, True), ("FP8", held, True),
     ):  # fmt: skip
         stack = stack_of(weights[: sizes.trained], sizes, "apex_te", True, device)
-        gib = sum(map(lora_stack.tensor_bytes, stack.parameters())) / 2**30
         trained = list(stack.parameters())
+        gib = sum(map(lora_stack.tensor_bytes, trained)) / 2**30
         optimizer = FusedAdam(trained, lr=1e-5, master_weights=True)
         gradients = step_of(stack, RECIPE if in_fp8 else None, x, dy)
 
@@ -256,17 +256,14 @@ def language_model(layers: Weights, sizes: Sizes, device: str) -> Any:
 
 
 def hand_over(held: Weights, plain: Weights, sizes: Sizes, device: str) -> Iterator[Row]:
-    """Yields the figures of ``fp8_tensors``."""
     try:
         import transformers  # noqa: F401
     except ImportError:
         yield {"figure": "hand-over", "stack": "not run: transformers is not installed"}
         return
     server = BlockScaling(scales="server")
-    for name, layers, weights in (
-        ("held in FP8", held, "block"),
-        ("cast from bf16", plain, server),
-    ):
+    contenders = (("held in FP8", held, "block"), ("cast from bf16", plain, server))
+    for name, layers, weights in contenders:
         model = language_model(layers, sizes, device)
 
         def taken(model: Any = model, weights: Any = weights) -> tuple[float, int]:
@@ -288,7 +285,6 @@ def hand_over(held: Weights, plain: Weights, sizes: Sizes, device: str) -> Itera
 
 
 def log_probs(sizes: Sizes, device: str) -> Iterator[Row]:
-    """Yields the figures of ``linear_log_probs`` beside torch's formula."""
     x, _ = inputs(sizes, device)
     x = x.flatten(0, 1).requires_grad_()
     w = torch.randn(sizes.words, sizes.shape.hidden, device=device, dtype=sizes.dtype)
@@ -300,41 +296,19 @@ def log_probs(sizes: Sizes, device: str) -> Iterator[Row]:
         logits = F.log_softmax(F.linear(x, w).float(), -1)
         return logits.gather(1, targets[:, None])[:, 0]
 
-    def ours(**options: Any) -> torch.Tensor:
-        found = apex_te.linear_log_probs(x, w, targets, **options)
-        assert isinstance(found, torch.Tensor)
-        return found
+    def gradients(loss: Callable[[], Any]) -> Callable[[], list[torch.Tensor]]:
+        return lambda: list(torch.autograd.grad(loss(), (x, w), dy))
 
-    calls: dict[str, Callable[[], torch.Tensor]] = {
-        "torch": torchs,
-        "linear_log_probs": ours,
-        "linear_log_probs, FP8": lambda: ours(fp8_recipe="blockwise"),
+    ours = functools.partial(apex_te.linear_log_probs, x, w, targets)
+    steps = {
+        "torch": gradients(torchs),
+        "linear_log_probs": gradients(ours),
+        "linear_log_probs, FP8": gradients(functools.partial(ours, fp8_recipe="blockwise")),
     }
-    logits = 2 * x.shape[0] * sizes.words
-    rows: list[Row] = []
-    steps: list[Callable[[], Any]] = []
-    reference = None
-    for name, call in calls.items():
-
-        def step(call: Callable[[], torch.Tensor] = call) -> list[torch.Tensor]:
-            return list(torch.autograd.grad(call(), (x, w), dy))
-
-        gradients, _, peak = harness.memory(step)
-        reference = reference or gradients
-        row: Row = {"figure": "log-probs", "stack": name}
-        row["gradients differ by"] = statistics.mean(harness.distances(gradients, reference))
-        if device == "cuda":
-            above = peak - sum(g.nbytes for g in gradients)
-            row |= {"peak GiB above": above / 2**30, "of logits": above / logits}
-        rows.append(row)
-        steps.append(step)
-        del gradients
-    del reference
-    yield from timed(rows, steps, sizes, device)
+    yield from compared("log-probs", steps, sizes, device, 2 * x.shape[0] * sizes.words)
 
 
 def measured(sizes: Sizes, device: str) -> Iterator[Row]:
-    """Yields the rows of all figures."""
     torch.manual_seed(0)
     held = layers_of(sizes, device)
     plain = [

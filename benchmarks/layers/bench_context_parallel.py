@@ -11,18 +11,14 @@ needs above inputs.
 from __future__ import annotations
 
 import importlib.util
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-from torch import distributed
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+import _path  # noqa: F401
 import harness
 import rank_runs
+import torch
+from torch import distributed
 
 import apex_te
 
@@ -46,10 +42,7 @@ LLAMA = Sizes((32768, 65536, 131072), 32, 8, 128, 1023, 3, 5)
 TINY = Sizes((64,), 4, 2, 8, 7, 1, 1)
 
 
-def call_of(
-    module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]
-) -> Callable[[], torch.Tensor]:
-    """Returns a call of a forward and backward, which returns the output."""
+def call_of(module: torch.nn.Module, inputs: list[torch.Tensor]) -> Callable[[], torch.Tensor]:
     *leaves, grad = inputs
 
     def run() -> torch.Tensor:
@@ -70,10 +63,9 @@ def contenders(sizes: Sizes, window: int | None) -> dict[str, torch.nn.Module]:
     group = distributed.group.WORLD
     ranks = distributed.get_process_group_ranks(group)
     found: dict[str, torch.nn.Module] = {"one": apex_te.DotProductAttention(*shape, **kind)}
+    own = apex_te.DotProductAttention
     for method in METHODS:
-        found[method] = apex_te.DotProductAttention(
-            *shape, **kind, cp_group=group, cp_comm_type=method
-        )
+        found[method] = own(*shape, **kind, cp_group=group, cp_comm_type=method)
     if importlib.util.find_spec("transformer_engine") and torch.cuda.is_available():
         from transformer_engine.pytorch import DotProductAttention
 
@@ -85,7 +77,6 @@ def contenders(sizes: Sizes, window: int | None) -> dict[str, torch.nn.Module]:
 
 
 def measured(sizes: Sizes, device: torch.device) -> list[dict[str, Any]]:
-    """Returns the rows of all lengths and methods."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     group = distributed.group.WORLD
     ranks, rows = distributed.get_world_size(), []
@@ -99,10 +90,8 @@ def measured(sizes: Sizes, device: torch.device) -> list[dict[str, Any]]:
             x.requires_grad_()
         for window in (None, sizes.window):
             modules = contenders(sizes, window)
-            calls = {
-                name: call_of(module, tuple(whole if name == "one" else own))
-                for name, module in modules.items()
-            }
+            calls = {name: call_of(module, whole if name == "one" else own)
+                     for name, module in modules.items()}  # fmt: skip
             expected = apex_te.split_for_context_parallel(calls["one"](), group, 0)
             errors = {name: float((call() - expected).abs().max()) for name, call in calls.items()
                       if name != "one"}  # fmt: skip

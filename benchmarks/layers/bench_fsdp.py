@@ -12,23 +12,20 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 # Read by cuBLAS as it is loaded.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
-import torch
-from torch import distributed
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import _path  # noqa: F401
 import harness
+import torch
 from llama_ranks import HIDDEN, TOKENS, of_slowest, rank_of_job, sharded
+from torch import distributed
 
 import apex_te
 from apex_te import recipe
@@ -58,11 +55,9 @@ def step(model: torch.nn.Module, scaling: recipe.Recipe) -> Callable[[int], torc
 def counted() -> Iterator[dict[str, int]]:
     """Bytes of the all-gathers, and how many collectives reduce a maximum."""
     counts = {"bytes": 0, "maxima": 0}
-    kept = {"all_reduce": distributed.all_reduce}
     # What FSDP2 calls has another name in torch 2.13.
-    for name in ("all_gather_into_tensor", "all_gather_single"):
-        if hasattr(distributed, name):
-            kept[name] = getattr(distributed, name)
+    names = ("all_reduce", "all_gather_into_tensor", "all_gather_single")
+    kept = {name: getattr(distributed, name) for name in names if hasattr(distributed, name)}
 
     def counting(original: Any) -> Any:
         def gather(output_tensor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -120,14 +115,12 @@ def measured(runs: dict[str, Callable[[], Any]], repeats: int = 12) -> dict[str,
 
 
 def compared() -> Iterator[harness.Row]:
-    """Yields the rows; each rank measures them."""
     torch.utils.deterministic.fill_uninitialized_memory = False
     for name, scaling in RECIPES.items():
         (ours, sent), (theirs, plain) = (losses_of(scaling, fp8) for fp8 in (True, False))
         equal = torch.tensor([torch.equal(ours, theirs)], dtype=torch.int32, device="cuda")
         distributed.all_reduce(equal, op=distributed.ReduceOp.MIN)
-        runs: dict[str, Any] = {}
-        peaks = {}
+        runs, peaks = {}, {}
         for gather in ("FP8", "bf16"):
             gc.collect()  # models that are gone
             torch.cuda.empty_cache()
@@ -139,7 +132,7 @@ def compared() -> Iterator[harness.Row]:
             peaks[gather] = (model_bytes + harness.memory(runs[gather])[2]) / 1e9
         times = measured(runs)
         apex_te.flush_fp8_state()
-        for gather, counts in (("FP8", sent), ("bf16", plain)):
+        for gather, counts, losses in (("FP8", sent, ours), ("bf16", plain, theirs)):
             yield {
                 "layers": f"{LAYERS} x Llama-3-8B",
                 "stack": f"apex_te {name}",
@@ -149,7 +142,7 @@ def compared() -> Iterator[harness.Row]:
                 "of bf16": counts["bytes"] / plain["bytes"],
                 "MAX reductions a step": counts["maxima"],
                 "losses equal": bool(equal.item()),
-                "last loss": (ours if gather == "FP8" else theirs)[-1].item(),
+                "last loss": losses[-1].item(),
                 **times[gather],
                 "peak memory GB": peaks[gather],
             }

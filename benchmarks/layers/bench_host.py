@@ -12,16 +12,12 @@ from __future__ import annotations
 
 import gc
 import statistics
-import sys
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import _path  # noqa: F401
 import harness
+import torch
 import transformer_stacks as stacks
 
 import apex_te
@@ -39,8 +35,8 @@ Step = Callable[[], None]
 
 def linear_steps() -> dict[str, Step]:
     options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
-    plain, size = torch.nn.Linear(256, 256, **options), (128, 256)
-    steps = {"torch bf16": stacks.step(plain, stacks.our_autocast(None), size)}
+    none, size = stacks.our_autocast(None), (128, 256)
+    steps = {"torch bf16": stacks.step(torch.nn.Linear(256, 256, **options), none, size)}
     for name, recipe in RECIPES.items():
         layer, region = apex_te.Linear(256, 256, **options), stacks.our_autocast(recipe)
         steps[f"apex_te {name}"] = stacks.step(layer, region, size)
@@ -78,12 +74,7 @@ def in_turns(steps: dict[str, Step], calls: int, rounds: int) -> dict[str, float
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds):
         for name, step in steps.items():
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
-            for _ in range(calls):
-                step()
-            times[name].append((time.perf_counter() - begin) / calls * 1e6)
-    torch.cuda.synchronize()
+            times[name].append(harness.host_us(step, calls, rounds=1, warmup=0))
     return {name: statistics.median(found) for name, found in times.items()}
 
 

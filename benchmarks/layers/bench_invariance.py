@@ -11,15 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import _path  # noqa: F401
 import harness
+import torch
 
 import apex_te
 from apex_te.fp8.autocast import get_fp8_recipe
@@ -71,9 +68,8 @@ def cases(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Iterator[Ca
     for norm in ("RMSNorm", "LayerNorm"):
         module: Any = apex_te.LayerNormLinear(hidden, 3 * hidden // 2, normalization=norm, **own)
         yield Case(f"LayerNormLinear, {norm}", hidden, module)
-        module = apex_te.LayerNormMLP(
-            hidden, ffn, normalization=norm, activation="swiglu", bias=False, **own
-        )
+        gated: dict[str, Any] = {"activation": "swiglu", "bias": False, "normalization": norm}
+        module = apex_te.LayerNormMLP(hidden, ffn, **gated, **own)
         yield Case(f"LayerNormMLP, {norm}", hidden, module)
     size = hidden // heads
     attention = apex_te.DotProductAttention(
@@ -103,17 +99,13 @@ def cases(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Iterator[Ca
     yield Case("linear_log_probs", hidden, log_probs)
 
 
-def entered(recipe: BlockScaling | None, enabled: bool) -> contextlib.ExitStack:
-    """Returns the context of a call, entered."""
-    stack = contextlib.ExitStack()
-    stack.enter_context(apex_te.batch_invariant(enabled))
-    if recipe is not None:
-        stack.enter_context(apex_te.fp8_autocast(fp8_recipe=recipe))
-    return stack
+@contextlib.contextmanager
+def region(recipe: BlockScaling | None, enabled: bool) -> Iterator[None]:
+    with apex_te.batch_invariant(enabled), apex_te.fp8_autocast(recipe is not None, recipe):
+        yield
 
 
 def differing(case: Case, x: torch.Tensor, counts: tuple[int, ...]) -> int:
-    """Returns the number of elements whose bits depend on the number of rows."""
     full, found = case.call(x), 0
     for count in counts:
         parts = [slice(0, count)] if case.causal else [slice(0, count), slice(-count, None)]
@@ -123,33 +115,31 @@ def differing(case: Case, x: torch.Tensor, counts: tuple[int, ...]) -> int:
 
 
 def measure(case: Case, name: str, sizes: Sizes, x: torch.Tensor) -> harness.Row:
-    """Returns the row of a results file of one module with one recipe."""
     recipe = RECIPES[name]
     row: harness.Row = {"module": case.name, "recipe": name}
     with torch.no_grad():
         for enabled, key in ((False, "differing"), (True, "differing, invariant")):
-            with entered(recipe, enabled):
+            with region(recipe, enabled):
                 row[key] = differing(case, x, sizes.counts)
 
     def run(enabled: bool, some: torch.Tensor, dy: torch.Tensor | None) -> Callable[[], None]:
         def call() -> None:
-            with torch.set_grad_enabled(dy is not None), entered(recipe, enabled):
+            with torch.set_grad_enabled(dy is not None), region(recipe, enabled):
                 out = case.call(some)
             if dy is not None:
                 out.backward(dy)
 
         return call
 
+    def pair(what: str, some: torch.Tensor, dy: torch.Tensor | None, repeats: int) -> None:
+        calls = [run(enabled, some, dy) for enabled in (False, True)]
+        usual, own = harness.paired_us(calls, repeats)
+        row.update({f"{what} ms": usual["us"] / 1e3, f"{what} ms, invariant": own["us"] / 1e3})
+
     for rows in sizes.timed:
-        calls = [run(enabled, x[:rows].clone(), None) for enabled in (False, True)]
-        usual, own = harness.paired_us(calls)
-        row |= {f"{rows} ms": usual["us"] / 1e3, f"{rows} ms, invariant": own["us"] / 1e3}
+        pair(str(rows), x[:rows].clone(), None, 20)
     if sizes.timed:
-        leaf = x.clone().requires_grad_()
-        dy = torch.randn_like(case.call(x))
-        calls = [run(enabled, leaf, dy) for enabled in (False, True)]
-        usual, own = harness.paired_us(calls, repeats=10)
-        row |= {"step ms": usual["us"] / 1e3, "step ms, invariant": own["us"] / 1e3}
+        pair("step", x.clone().requires_grad_(), torch.randn_like(case.call(x)), 10)
     return row
 
 

@@ -7,16 +7,13 @@ turns with a cold L2 cache. Peak GiB is what a step needs above weights, inputs 
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
-import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import _path  # noqa: F401
 import harness
+import torch
 
 import apex_te
 
@@ -73,22 +70,18 @@ class Contenders:
         first = (angles[:, :-1].cos(), angles[:, :-1].sin())
         for name, module in (("transformers", plain), ("transformers, converted", converted)):
             cache = DynamicCache(config=config)
+            given: dict[str, Any] = {"attention_mask": None, "past_key_values": cache}
             with torch.no_grad():
-                module(
-                    self.x, position_embeddings=first, attention_mask=None, past_key_values=cache
-                )
+                module(self.x, position_embeddings=first, **given)
 
             def train(x: torch.Tensor, module: Any = module) -> torch.Tensor:
                 return module(x, position_embeddings=first, attention_mask=None)[0]
 
             @torch.no_grad()
-            def generate(module: Any = module, cache: Any = cache) -> None:
+            def generate(module: Any = module, given: dict[str, Any] = given) -> None:
                 last = (angles[:, -1:].cos(), angles[:, -1:].sin())
-                module(
-                    self.x[:, :1], position_embeddings=last, attention_mask=None,
-                    past_key_values=cache,
-                )  # fmt: skip
-                cache.crop(-1)
+                module(self.x[:, :1], position_embeddings=last, **given)
+                given["past_key_values"].crop(-1)
 
             self.train[name] = self._step(train)
             self.generate[name] = generate

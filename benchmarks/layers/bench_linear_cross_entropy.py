@@ -9,16 +9,13 @@ allocated before, less the gradients of hidden states and weight, which all cont
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import _path  # noqa: F401
+import harness
 import torch
 from torch.nn import functional as F
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import harness
 
 import apex_te
 from apex_te import recipe

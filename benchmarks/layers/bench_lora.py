@@ -13,18 +13,16 @@ from __future__ import annotations
 
 import functools
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import _path  # noqa: F401
 import harness
 import lora_stack
+import torch
+import transformer_stacks as stacks
+from torch import nn
 
 import apex_te
 from apex_te import recipe
@@ -32,19 +30,17 @@ from apex_te import recipe
 CONTENDERS: dict[str, tuple[str, recipe.Recipe | None, bool]] = {
     "torch bf16": ("torch", None, False),
     "apex_te bf16": ("apex_te", None, False),
-    "apex_te FP8, delayed": ("apex_te", recipe.DelayedScaling(), False),
-    "apex_te FP8, tensorwise": ("apex_te", recipe.CurrentScaling(), False),
-    "apex_te FP8, blockwise": ("apex_te", recipe.BlockScaling(), False),
-    "apex_te FP8, delayed, fused": ("apex_te", recipe.DelayedScaling(), True),
-    "apex_te FP8, tensorwise, fused": ("apex_te", recipe.CurrentScaling(), True),
-    "apex_te FP8, blockwise, fused": ("apex_te", recipe.BlockScaling(), True),
+    **{
+        f"apex_te FP8, {name}" + ", fused" * fused: ("apex_te", stacks.RECIPES[name], fused)
+        for fused in (False, True)
+        for name in ("delayed", "tensorwise", "blockwise")
+    },
 }
 
 
 def step_of(
     model: nn.Module, scaling: recipe.Recipe | None, x: torch.Tensor, dy: torch.Tensor
 ) -> Callable[[], list[torch.Tensor]]:
-    """Returns a function that returns the gradients of what is trained, after both passes."""
     trained = [p for p in model.parameters() if p.requires_grad]
 
     def step() -> list[torch.Tensor]:
@@ -56,7 +52,6 @@ def step_of(
 
 
 def times_in_turns(steps: list[Callable[[], Any]], device: str, repeats: int) -> list[float]:
-    """Returns the median milliseconds of each function."""
     if device == "cuda":
         return [row["us"] / 1e3 for row in harness.paired_us(steps, repeats=repeats, warmup=4)]
     rounds: list[list[float]] = [[] for _ in steps]
@@ -84,10 +79,8 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     steps, reference = [], None
     for name, (kind, scaling, fused) in CONTENDERS.items():
-        make = functools.partial(
-            lora_stack.make_stack, shape, args.layers, kind, scaling, args.rank, args.device, dtype
-        )
-        model, held, _ = harness.memory(lambda make=make, fused=fused: make(fused))
+        given = shape, args.layers, kind, scaling, args.rank, args.device, dtype, fused
+        model, held, _ = harness.memory(functools.partial(lora_stack.make_stack, *given))
         with torch.no_grad():  # adapters as in the middle of a training
             for parameter in model.parameters():
                 if parameter.requires_grad:
@@ -100,20 +93,17 @@ def main() -> None:
         gradients, _, peak = harness.memory(step)
         weights = sum(map(lora_stack.tensor_bytes, model.parameters()))
         reference = reference or gradients
-        error = statistics.mean(harness.distances(gradients, reference))
         row = {"stack": name, "weight MiB": weights / 2**20}
         row["of bf16"] = row["weight MiB"] / rows[0]["weight MiB"] if rows else 1.0
         if args.device == "cuda":
             row |= {"allocated MiB": held / 2**20, "peak MiB": (held + peak) / 2**20}
-        row["gradients differ by"] = error
+        row["gradients differ by"] = statistics.mean(harness.distances(gradients, reference))
         rows.append(row)
         steps.append(step)
         del gradients
-    for row, ms in zip(rows, times_in_turns(steps, args.device, args.repeats), strict=True):
-        row["ms"] = ms
-    for row in rows:
-        row["time of torch's"] = row["ms"] / rows[0]["ms"]
-        row["time of our bf16"] = row["ms"] / rows[1]["ms"]
+    times = times_in_turns(steps, args.device, args.repeats)
+    for row, ms in zip(rows, times, strict=True):
+        row |= {"ms": ms, "time of torch's": ms / times[0], "time of our bf16": ms / times[1]}
     harness.report(
         "lora", rows, shape=args.shape, tokens=list(args.tokens), layers=args.layers, rank=args.rank
     )

@@ -18,16 +18,13 @@ kernels' floors in FP8 with nothing fused is 4.2 ms (Qwen3) and 12.5 ms (DeepSee
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import _path  # noqa: F401
 import harness
+import torch
 import transformer_stacks as stacks
 
 import apex_te
@@ -62,17 +59,16 @@ def routed(tokens: int, top_k: int, experts: int) -> tuple[torch.Tensor, torch.T
 def step(
     experts: Callable[..., torch.Tensor],
     parameters: list[torch.Tensor],
-    x: torch.Tensor,
-    dy: torch.Tensor,
-    routing: tuple[torch.Tensor, torch.Tensor],
+    inputs: tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor]],
     recipe: Any,
     first: bool | None = None,
     keep: bool = False,
 ) -> Callable[..., None]:
-    """Returns a call of a forward and backward; ``experts`` maps tokens and routing to tokens.
+    """Returns a call of a forward and backward, which frees the gradients unless told to keep them.
 
-    It frees the gradients afterwards unless told to keep them: those of all contenders are many.
+    ``experts`` maps tokens and routing to tokens; ``inputs`` are tokens, gradient and routing.
     """
+    x, dy, routing = inputs
 
     def run(keep_gradients: bool = False) -> None:
         clear()
@@ -94,9 +90,8 @@ def ours(hidden: int, ffn: int, count: int, fused: bool = False) -> tuple[Any, l
     options |= {"single_parameter": True, "fuse_wgrad_accumulation": fused}
     fc1 = apex_te.GroupedLinear(count, hidden, 2 * ffn, **options)
     fc2 = apex_te.GroupedLinear(count, ffn, hidden, **options)
-    for layer in (fc1, fc2):
-        if fused:
-            layer.weight.main_grad = torch.zeros(layer.weight.shape, device="cuda")
+    for layer in (fc1, fc2) if fused else ():
+        layer.weight.main_grad = torch.zeros(layer.weight.shape, device="cuda")
 
     def experts(x: torch.Tensor, index: Any, probs: Any, first: bool | None) -> torch.Tensor:
         return run_experts(fc1, fc2, x, index, probs, "swiglu", first)[0]
@@ -106,10 +101,7 @@ def ours(hidden: int, ffn: int, count: int, fused: bool = False) -> tuple[Any, l
 
 def theirs(hidden: int, ffn: int, count: int) -> tuple[Any, list[torch.Tensor]]:
     shapes = (count, 2 * ffn, hidden), (count, hidden, ffn)
-    w1, w2 = (
-        torch.randn(shape, device="cuda", dtype=torch.bfloat16).mul_(0.02).requires_grad_()
-        for shape in shapes
-    )
+    w1, w2 = (harness.normal(*shape).mul_(0.02).requires_grad_() for shape in shapes)
 
     def experts(x: torch.Tensor, index: Any, probs: Any, first: bool | None) -> torch.Tensor:
         rows, splits, row_id_map = moe_permute_and_count(x, index, count)
@@ -151,8 +143,8 @@ def measure_host() -> None:
     for count in (8, 32, 128, 256):
         x = torch.randn(4 * count, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         common = x, torch.randn_like(x), routed(len(x), 2, count)
-        calls = {"torch bf16": step(*theirs(256, 128, count), *common, None)}
-        calls |= {n: step(*ours(256, 128, count), *common, r) for n, r in RECIPES.items()}
+        calls = {"torch bf16": step(*theirs(256, 128, count), common, None)}
+        calls |= {n: step(*ours(256, 128, count), common, r) for n, r in RECIPES.items()}
         for name, call in calls.items():
             ms = harness.host_us(call, calls=50) / 1e3
             rows.append({"experts": count, "contender": name, "host ms": ms})
@@ -182,24 +174,23 @@ def main() -> None:
     clock = harness.sm_clock_mhz()
     for block, (tokens, top_k, hidden, ffn, count, _) in BLOCKS.items():
         x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        dy = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
-        routing = routed(tokens, top_k, count)
-        calls = {"torch bf16": step(*theirs(hidden, ffn, count), x, dy, routing, None)}
+        common = x, harness.normal(tokens, hidden), routed(tokens, top_k, count)
+        calls = {"torch bf16": step(*theirs(hidden, ffn, count), common, None)}
         for name in chosen:
-            common = x, dy, routing, RECIPES[name]
+            given = common, RECIPES[name]
             plain, fused = ours(hidden, ffn, count), ours(hidden, ffn, count, True)
-            calls[name] = step(*plain, *common)
-            calls[f"{name}, main_grad"] = step(*fused, *common)
+            calls[name] = step(*plain, *given)
+            calls[f"{name}, main_grad"] = step(*fused, *given)
             if name != "bf16":
-                calls[f"{name}, cast once"] = step(*plain, *common, keep=True)
-                calls[f"{name}, main_grad, cast once"] = step(*fused, *common, keep=True)
-                calls[f"{name}, weights held"] = step(*ours(hidden, ffn, count), *common, False)
+                calls[f"{name}, cast once"] = step(*plain, *given, keep=True)
+                calls[f"{name}, main_grad, cast once"] = step(*fused, *given, keep=True)
+                calls[f"{name}, weights held"] = step(*ours(hidden, ffn, count), *given, False)
             if te is not None:
                 theirs_too = transformer_engine(te, hidden, ffn, count, name)
-                calls[f"Transformer Engine, {name}"] = step(*theirs_too, x, dy, routing, None)
+                calls[f"Transformer Engine, {name}"] = step(*theirs_too, common, None)
         if "tensorwise" in chosen:
-            common = x, dy, routing, RECIPES["tensorwise"]
-            calls["converted, tensorwise"] = step(*converted(hidden, ffn, count), *common)
+            made = converted(hidden, ffn, count)
+            calls["converted, tensorwise"] = step(*made, common, RECIPES["tensorwise"])
         alone = harness.paired_us(list(calls.values()), repeats=8)
         times = harness.running_us(list(calls.values()))
         for (name, call), each, one in zip(calls.items(), times, alone, strict=True):

@@ -13,19 +13,16 @@ of wire=None and one part. "peak GiB above" is what a step needs above weights a
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-import torch
-from torch import distributed
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import _path  # noqa: F401
 import harness
 import rank_runs
+import torch
+from torch import distributed
 
 import apex_te
 from apex_te.comm import collectives, row_exchange
@@ -67,8 +64,6 @@ def layer_of(sizes: Sizes, device: torch.device, wire: str | None) -> apex_te.Mo
 def step(
     layer: apex_te.MoELayer, chunks: int, x: torch.Tensor, dy: torch.Tensor
 ) -> Callable[[], torch.Tensor]:
-    """Returns a call of a forward and backward, which returns the output."""
-
     def run() -> torch.Tensor:
         layer.exchange_chunks = chunks
         x.grad = layer.router.weight.grad = None
@@ -103,14 +98,11 @@ def counted() -> Iterator[dict[str, int]]:
         counts[kind] = counts.get(kind, 0) + rows * x.shape[1] * x.element_size()
         return send(x, sent, received, group, *out)
 
-    calls: dict[str, Any] = {
-        "begin": named("begin", ""),
-        "begin_gradient": named("begin_gradient", "'s gradient"),
-    }
-    with (
-        mock.patch.multiple(row_exchange.Travel, **calls),
-        mock.patch.object(row_exchange, "all_to_all_rows", counting),
-    ):
+    gradient = named("begin_gradient", "'s gradient")
+    travel = mock.patch.multiple(
+        row_exchange.Travel, begin=named("begin", ""), begin_gradient=gradient
+    )
+    with travel, mock.patch.object(row_exchange, "all_to_all_rows", counting):
         yield counts
 
 
@@ -132,17 +124,14 @@ def on_all_ranks(value: bool, device: torch.device) -> bool:
 
 
 def measured(sizes: Sizes, device: torch.device) -> list[dict[str, Any]]:
-    """Returns the rows of all contenders."""
     torch.manual_seed(1 + distributed.get_rank())
     layers = {wire: layer_of(sizes, device, wire) for wire in WIRES}
     dtype = layers[None].fc1.weight.dtype
     torch.manual_seed(1 + distributed.get_rank())
     x, dy = torch.randn(2, sizes.tokens, sizes.hidden, device=device, dtype=dtype)
     x.requires_grad_()
-    runs = {
-        (wire, chunks): step(layers[wire], chunks, x, dy)
-        for wire, chunks in itertools.product(WIRES, CHUNKS)
-    }
+    cases = itertools.product(WIRES, CHUNKS)
+    runs = {(wire, chunks): step(layers[wire], chunks, x, dy) for wire, chunks in cases}
 
     def without_exchange() -> None:
         with mock.patch.object(row_exchange, "all_to_all_rows", copies_instead):
@@ -155,10 +144,8 @@ def measured(sizes: Sizes, device: torch.device) -> list[dict[str, Any]]:
             equal = on_all_ranks(torch.equal(run(), expected), device)
         row: dict[str, Any] = {"wire": wire or "bf16", "chunks": chunks, "ms": 0.0}
         row |= {f"{name} bytes": count for name, count in sorted(sent.items())}
-        row |= {
-            "equal bits": equal,
-            "peak GiB above": harness.peak_gib(run) if device.type == "cuda" else None,
-        }
+        row["equal bits"] = equal
+        row["peak GiB above"] = harness.peak_gib(run) if device.type == "cuda" else None
         rows.append(row)
     *times, bound = rank_runs.milliseconds(
         [*runs.values(), without_exchange], sizes.rounds, sizes.steps, device

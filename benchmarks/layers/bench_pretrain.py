@@ -20,7 +20,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import _path  # noqa: F401
 import harness
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,7 +52,6 @@ def run(options: argparse.Namespace, own: list[str], folder: str) -> dict[str, A
 
 
 def shared(options: argparse.Namespace) -> list[str]:
-    """Returns the options that all stacks have."""
     names = ("model", "context", "batch", "steps")
     return [word for name in names for word in (f"--{name}", str(getattr(options, name)))]
 

@@ -13,30 +13,17 @@ benchmarks/scaling_model.py reads the results; what it predicts of the layers is
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import _path  # noqa: F401
+import harness
+import llama_ranks as llama
+import scaling_model
 import torch
 from torch import distributed
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import harness
-import scaling_model
-from llama_ranks import (
-    BATCH,
-    TOKENS,
-    copies_instead,
-    layer,
-    milliseconds,
-    rank_of_job,
-    sharded,
-    step,
-    without_peer_memory,
-)  # fmt: skip
 
 from apex_te import recipe
 from apex_te.comm import collectives
@@ -106,44 +93,37 @@ def stand_ins(copies: bool) -> Iterator[None]:
         if copies:
             output.view(-1).copy_(input.view(-1)[: output.numel()])
 
-    replaced: list[tuple[Any, str, Any]] = [
-        # What FSDP2 calls has another name in torch 2.13.
-        (distributed, "all_gather_into_tensor", gather),
-        (distributed, "all_gather_single", gather),
-        (distributed, "reduce_scatter_tensor", scatter),
-        (distributed, "reduce_scatter_single", scatter),
-    ]
-    if not copies:
-        replaced.append((_tensor_parallel, "all_gather_rows", gather_rows))
-        replaced.append((_tensor_parallel, "reduce_scatter_rows", scatter_rows))
-    with ExitStack() as stack:
-        if copies:
-            stack.enter_context(copies_instead())
-        for owner, name, stand_in in replaced:
-            if hasattr(owner, name):
-                stack.enter_context(mock.patch.object(owner, name, stand_in))
+    gathers = dict.fromkeys(("all_gather_into_tensor", "all_gather_single"), gather)
+    scatters = dict.fromkeys(("reduce_scatter_tensor", "reduce_scatter_single"), scatter)
+    # What FSDP2 calls has another name in torch 2.13.
+    calls = {
+        name: call for name, call in (gathers | scatters).items() if hasattr(distributed, name)
+    }
+    rows = {"all_gather_rows": gather_rows, "reduce_scatter_rows": scatter_rows}
+    apart = llama.copies_instead() if copies else mock.patch.multiple(_tensor_parallel, **rows)
+    with apart, mock.patch.multiple(distributed, **calls):
         yield
 
 
 def layers(mesh: Any, ranks: int) -> list[dict[str, Any]]:
-    """Steps and their exposed communication, by split and recipe."""
     rows = []
     for stack, fp8 in STACKS:
         for split in ("tp", "fsdp"):
             if split == "tp":
-                run = step(layer(ranks, mesh.get_group()), TOKENS // ranks, fp8)
+                run = llama.step(llama.layer(ranks, mesh.get_group()), llama.TOKENS // ranks, fp8)
             else:
                 gathers = recipe.DelayedScaling() if fp8 else None
-                run = step(sharded(LAYERS, gathers, mesh), TOKENS, fp8)
-            with without_peer_memory():
-                whole = milliseconds(run)
+                run = llama.step(llama.sharded(LAYERS, gathers, mesh), llama.TOKENS, fp8)
+            with llama.without_peer_memory():
+                whole = llama.milliseconds(run)
                 with stand_ins(copies=True):
-                    local = milliseconds(run)
+                    local = llama.milliseconds(run)
                 with stand_ins(copies=False):
-                    alone = milliseconds(run)
+                    alone = llama.milliseconds(run)
             rows.append({
                 "layer": "Llama-3-8B", "split": split, "ranks": ranks, "stack": stack,
-                "layers": 1 if split == "tp" else LAYERS, "tokens": TOKENS, "batch": BATCH,
+                "layers": 1 if split == "tp" else LAYERS,
+                "tokens": llama.TOKENS, "batch": llama.BATCH,
                 "ms": whole, "exposed ms": whole - local, "waited ms": whole - alone,
             })  # fmt: skip
             del run
@@ -152,12 +132,12 @@ def layers(mesh: Any, ranks: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    with rank_of_job() as rank:
+    with llama.rank_of_job() as rank:
         world = distributed.get_world_size()
         rows: list[dict[str, Any]] = []
         for stack, fp8 in STACKS:
-            ms = milliseconds(step(layer(), TOKENS, fp8))
-            rows.append({"alone": stack, "tokens": TOKENS, "batch": BATCH, "ms": ms})
+            ms = llama.milliseconds(llama.step(llama.layer(), llama.TOKENS, fp8))
+            rows.append({"alone": stack, "tokens": llama.TOKENS, "batch": llama.BATCH, "ms": ms})
         for ranks in (2, 4):
             if world % ranks == 0:
                 shape = (world // ranks, ranks)

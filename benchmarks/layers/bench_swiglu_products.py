@@ -13,14 +13,11 @@ from __future__ import annotations
 
 import argparse
 import gc
-import sys
-from pathlib import Path
 from typing import Any
 
-import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import _path  # noqa: F401
 import harness
+import torch
 import transformer_stacks as stacks
 from sustained import sustained
 
@@ -36,7 +33,6 @@ SIZES = (
 
 
 def row(tokens: int, hidden: int, features: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Measures one size."""
     taken = dense_gemm_swiglu.gains(tokens, features, hidden)
     torch.manual_seed(0)
     module = apex_te.LayerNormMLP(
@@ -44,10 +40,7 @@ def row(tokens: int, hidden: int, features: int, options: argparse.Namespace) ->
         params_dtype=stacks.DTYPE, device="cuda",
     )  # fmt: skip
     step = stacks.step(module, stacks.our_autocast(stacks.RECIPES["delayed"]), (1, tokens, hidden))
-    calls = {
-        "fused": stacks.with_fused_swiglu(True, step),
-        "apart": stacks.with_fused_swiglu(False, step),
-    }
+    calls = {n: stacks.with_fused_swiglu(n == "fused", step) for n in ("fused", "apart")}
     peaks = {}
     for name, call in calls.items():
         call()

@@ -11,25 +11,13 @@ step; the slowest rank counts.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
+import _path  # noqa: F401
+import harness
+import llama_ranks as llama
 import torch
 from torch import distributed
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import harness
-from llama_ranks import (
-    TOKENS,
-    copies_instead,
-    layer,
-    milliseconds,
-    of_slowest,
-    rank_of_job,
-    step,
-    without_peer_memory,
-)  # fmt: skip
 
 
 def in_a_row(run: Callable[[], None], steps: int = 8, repeats: int = 7) -> float:
@@ -41,20 +29,19 @@ def in_a_row(run: Callable[[], None], steps: int = 8, repeats: int = 7) -> float
         distributed.barrier()
         torch.cuda.synchronize()
         times.append(harness.elapsed_us(lambda: [run() for _ in range(steps)]) / steps / 1e3)
-    return of_slowest(times)
+    return llama.of_slowest(times)
 
 
 def measured() -> Iterator[harness.Row]:
-    """Yields the rows; each rank measures them."""
     ranks = distributed.get_world_size()
     for name, fp8 in (("delayed", True), ("bf16", False)):
-        run = step(layer(), TOKENS, fp8)
-        alone, alone_idle = in_a_row(run), milliseconds(run)
-        run = step(layer(ranks, distributed.group.WORLD), TOKENS // ranks, fp8)
-        split, idle = in_a_row(run), milliseconds(run)
-        with without_peer_memory():
-            whole, whole_idle = in_a_row(run), milliseconds(run)
-            with copies_instead():
+        run = llama.step(llama.layer(), llama.TOKENS, fp8)
+        alone, alone_idle = in_a_row(run), llama.milliseconds(run)
+        run = llama.step(llama.layer(ranks, distributed.group.WORLD), llama.TOKENS // ranks, fp8)
+        split, idle = in_a_row(run), llama.milliseconds(run)
+        with llama.without_peer_memory():
+            whole, whole_idle = in_a_row(run), llama.milliseconds(run)
+            with llama.copies_instead():
                 local = in_a_row(run)
         yield {
             "layer": "Llama-3-8B",
@@ -73,7 +60,7 @@ def measured() -> Iterator[harness.Row]:
 
 
 def main() -> None:
-    with rank_of_job() as rank:
+    with llama.rank_of_job() as rank:
         rows = list(measured())
         if rank == 0:
             harness.report("tensor_parallel", rows)

@@ -31,20 +31,20 @@ parameters).
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import importlib.metadata
 import importlib.util
-import sys
+import itertools
+import operator
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import _path  # noqa: F401
 import harness
 import kernel_families
+import torch
 import transformer_stacks as stacks
 from sustained import sustained
 from transformer_stacks import RECIPES, SHAPES
@@ -61,7 +61,6 @@ Made = tuple[Callable[[], torch.nn.Module], stacks.Autocast]
 
 
 def arguments() -> argparse.Namespace:
-    """Returns the options of the command line."""
     parser = harness.parser(__doc__)
 
     def names(known: Any) -> Callable[[str], list[str]]:
@@ -131,7 +130,6 @@ class Bench:
         return {name: (make, none) for name, make in chosen}
 
     def size(self, tokens: tuple[int, int]) -> tuple[int, int, int]:
-        """Returns batch, tokens, hidden size."""
         return (*tokens, self.shape["hidden"])
 
     def steps(self) -> tuple[dict[str, Step], Rows]:
@@ -144,32 +142,28 @@ class Bench:
             run()
             run()
             peak, before = stacks.peak_bytes(run, module)
-            steps[name] = run
-            peaks[name] = {
-                "peak GiB": (peak - others) / 2**30,
-                "peak GiB above": (peak - before) / 2**30,
-            }
+            above = {"peak GiB": peak - others, "peak GiB above": peak - before}
+            steps[name], peaks[name] = run, {key: n / 2**30 for key, n in above.items()}
         return steps, peaks
 
     def updates(self) -> dict[str, Step]:
         """Returns steps with FusedAdam's, which casts the weights itself where they are kept."""
         steps: dict[str, Step] = {}
-        for key in self.options.recipes:
-            for keeps in (False, True):
-                if keeps and RECIPES[key] is None:
-                    continue
-                module = stacks.layer(**self.shape)
-                if keeps:
-                    apex_te.keep_fp8_weights(module)
-                adam = apex_te.optimizers.FusedAdam(module.parameters(), master_weights=True)
-                region = stacks.our_autocast(RECIPES[key])
-                run = stacks.step(module, region, self.size(self.first))
+        for key, keeps in itertools.product(self.options.recipes, (False, True)):
+            if keeps and RECIPES[key] is None:
+                continue
+            module = stacks.layer(**self.shape)
+            if keeps:
+                apex_te.keep_fp8_weights(module)
+            adam = apex_te.optimizers.FusedAdam(module.parameters(), master_weights=True)
+            region = stacks.our_autocast(RECIPES[key])
+            run = stacks.step(module, region, self.size(self.first))
 
-                def step(run: Step = run, update: Callable[[], Any] = adam.step) -> None:
-                    run()
-                    update()
+            def step(run: Step = run, update: Callable[[], Any] = adam.step) -> None:
+                run()
+                update()
 
-                steps[f"apex_te {key}, FusedAdam" + ", weights kept" * keeps] = step
+            steps[f"apex_te {key}, FusedAdam" + ", weights kept" * keeps] = step
         return steps
 
     def variants(self) -> dict[str, Step]:
@@ -185,15 +179,14 @@ class Bench:
         graphed = apex_te.make_graphed_callables(
             stacks.layer(**self.shape), (x,), fp8_enabled=True, fp8_recipe=delayed
         )
-        cached = stacks.step(module, region, size, is_first_microbatch=False)
         steps = {
-            "apex_te delayed, cached weights": cached,
-            "apex_te delayed, CUDA graph": stacks.step(graphed, region, size),
+            "cached weights": stacks.step(module, region, size, is_first_microbatch=False),
+            "CUDA graph": stacks.step(graphed, region, size),
         }
         if self.shape["llama"]:
             apart = stacks.step(stacks.layer(**self.shape), region, size)
-            steps["apex_te delayed, SwiGLU apart"] = stacks.with_fused_swiglu(False, apart)
-        return steps
+            steps["SwiGLU apart"] = stacks.with_fused_swiglu(False, apart)
+        return {f"apex_te delayed, {name}": step for name, step in steps.items()}
 
     def main_rows(self) -> list[dict[str, Any]]:
         """Returns the rows of the first number of tokens, one for each stack."""
@@ -207,12 +200,12 @@ class Bench:
         warm = sustained(steps, self.options.rounds, self.options.block)
         kernels = families(steps, self.options.kernels)
         print(f"{self.model}: {time.perf_counter() - begin:.0f} s", flush=True)
-        about = {"layer": self.model, "measure": GPU}
-        parts = (cold, peaks, warm, kernels)
-        return [
-            {**about, "stack": name, **{k: v for p in parts for k, v in p.get(name, {}).items()}}
-            for name in steps
-        ]
+        rows = []
+        for name in steps:
+            figures = (part.get(name, {}) for part in (cold, peaks, warm, kernels))
+            row = {"layer": self.model, "measure": GPU, "stack": name}
+            rows.append(functools.reduce(operator.or_, figures, row))
+        return rows
 
     def token_rows(self) -> list[dict[str, Any]]:
         """Returns the rows of the other numbers of tokens, for each of our stacks."""
@@ -223,9 +216,7 @@ class Bench:
                 continue
             module = make()
             sizes = {size: f"{size[0]} x {size[1]}" for size in self.options.tokens}
-            steps = {
-                text: stacks.step(module, autocast, self.size(size)) for size, text in sizes.items()
-            }
+            steps = {n: stacks.step(module, autocast, self.size(s)) for s, n in sizes.items()}
             cold = cold_times(steps, repeats=15)
             warm = sustained(steps, 2, self.options.block / 2, warmup_s=0.5)
             first = sizes[self.first]
@@ -250,12 +241,9 @@ def cold_times(steps: dict[str, Step], repeats: int) -> Rows:
     found = {}
     for (name, step), turn in zip(steps.items(), turns, strict=True):
         alone = harness.kernel_us(step, repeats)
-        found[name] = {
-            "ms": alone["us"] / 1e3,
-            "p10 ms": alone["p10"] / 1e3,
-            "p90 ms": alone["p90"] / 1e3,
-            "ms in turns": turn["us"] / 1e3,
-        }
+        names = {"us": "ms", "p10": "p10 ms", "p90": "p90 ms"}
+        found[name] = {label: alone[key] / 1e3 for key, label in names.items()}
+        found[name]["ms in turns"] = turn["us"] / 1e3
     return found
 
 
@@ -286,18 +274,15 @@ def main() -> None:
             rows += bench.token_rows()
         gc.collect()
         torch.cuda.empty_cache()
-    extra = {"transformer_engine": te_version()} if te is not None else {}
+    extra = {}
+    if te is not None:
+        import transformer_engine
+
+        extra["transformer_engine"] = str(getattr(transformer_engine, "__version__", "unknown"))
     if "torchao" in options.peers and importlib.util.find_spec("torchao") is not None:
         extra["torchao"] = importlib.metadata.version("torchao")
     extra["sm_clock_mhz"] = f"{clock} to {harness.sm_clock_mhz()}"
     harness.report(options.name, rows, hidden=("measure", "p10 ms", "p90 ms"), **extra)
-
-
-def te_version() -> str:
-    """Returns Transformer Engine's version."""
-    import transformer_engine
-
-    return str(getattr(transformer_engine, "__version__", "unknown"))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +36,13 @@ import train
 from result_file import result_text
 
 ROOT = Path(__file__).resolve().parents[2]
+_PRODUCTS = "products per Linear and step"
 
 # A worker's own arguments and text.
 _prepared: tuple[argparse.Namespace, data.Corpus]
 
 
 def prepare(words: Sequence[str], threads: int) -> None:
-    """Start a worker process."""
     global _prepared
     torch.set_num_threads(threads)
     train.make_deterministic()
@@ -53,7 +52,6 @@ def prepare(words: Sequence[str], threads: int) -> None:
 
 
 def work(index: int, seed: int) -> report.Result:
-    """Train one of the runs that the command line asks for."""
     args, corpus = _prepared
     own = argparse.Namespace(**{**vars(args), "seed": seed})
     return train.Training(args.runs[index], own, corpus).train()
@@ -65,9 +63,8 @@ def results_of(
     """(seed, result) of every run and seed, as they end."""
     threads = max(1, torch.get_num_threads() // jobs)
     # CUDA does not survive a fork.
-    with ProcessPoolExecutor(
-        jobs, multiprocessing.get_context("spawn"), prepare, (words, threads)
-    ) as pool:
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, spawn, prepare, (words, threads)) as pool:
         # Recipes that are decoded take longest: begin with them.
         tasks = [(index, seed) for index in reversed(range(runs)) for seed in seeds]
         futures = {pool.submit(work, *task): task for task in tasks}
@@ -85,9 +82,7 @@ def summary(label: str, results: Sequence[report.Result], baseline: float | None
         "ratio": 1.0 if baseline is None else mean / baseline,
         "spread": (max(losses) - min(losses)) / mean,
         "seeds": losses,
-        "products per Linear and step": sorted(
-            {r.gemms_per_linear_and_step for r in results}, key=str
-        ),
+        _PRODUCTS: sorted({r.gemms_per_linear_and_step for r in results}, key=str),
         "tokens/s": statistics.median(r.tokens_per_second for r in results),
     }
 
@@ -112,15 +107,13 @@ def fall(results: Sequence[report.Result]) -> dict[str, float]:
 def failures(
     rows: Sequence[dict[str, Any]], falls: dict[str, float], tolerance: float
 ) -> list[str]:
-    """Returns a sentence for each expectation of the runs that does not hold."""
     failed = []
     for row in rows[1:]:
         if not abs(row["ratio"] - 1) <= tolerance:
             failed.append(f"{row['precision']}: ratio {row['ratio']:.4f}")
-        fp8 = "apex_te" not in row["precision"]
-        if row["products per Linear and step"] != ([3.0] if fp8 else [None]):
-            counts = row["products per Linear and step"]
-            failed.append(f"{row['precision']}: products per Linear and step {counts}")
+        counts, fp8 = row[_PRODUCTS], "apex_te" not in row["precision"]
+        if counts != ([3.0] if fp8 else [None]):
+            failed.append(f"{row['precision']}: {_PRODUCTS} {counts}")
     label = rows[0]["precision"]
     if not falls["last tenth"] <= falls["first step"] / 2:
         failed.append(f"{label}: the loss has not fallen by half")
@@ -132,22 +125,22 @@ def failures(
 def printed(rows: Sequence[dict[str, Any]], falls: dict[str, float]) -> str:
     """The table, and the baseline's way down."""
     label = rows[0]["precision"]
-    lines = [
-        ("", "validation loss", f"/ {label}", "spread of seeds", "seeds", "FP8 GEMMs", "tokens/s")
-    ]
+    titles = (
+        "",
+        "validation loss",
+        f"/ {label}",
+        "spread of seeds",
+        "seeds",
+        "FP8 GEMMs",
+        "tokens/s",
+    )
+    lines = [titles]
     for row in rows:
-        counts = ["-" if n is None else f"{n:g}" for n in row["products per Linear and step"]]
-        lines.append(
-            (
-                row["precision"],
-                f"{row['validation loss']:.4f}",
-                f"{row['ratio']:.4f}",
-                f"{row['spread']:.2%}",
-                " ".join(f"{loss:.4f}" for loss in row["seeds"]),
-                " ".join(counts),
-                f"{row['tokens/s']:,.0f}",
-            )
-        )
+        counts = ["-" if n is None else f"{n:g}" for n in row[_PRODUCTS]]
+        losses = " ".join(f"{loss:.4f}" for loss in row["seeds"])
+        figures = (f"{row['validation loss']:.4f}", f"{row['ratio']:.4f}", f"{row['spread']:.2%}")
+        speed = f"{row['tokens/s']:,.0f}"
+        lines.append((row["precision"], *figures, losses, " ".join(counts), speed))
     way = ", ".join(f"{name} {loss:.4f}" for name, loss in falls.items())
     return f"{report.columns(lines)}\nFP8 GEMMs: per Linear and step\n{label}, training: {way}"
 
@@ -184,10 +177,8 @@ def picture(groups: dict[str, list[report.Result]], tolerance: float, path: Path
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs everything; 1 where a requirement fails."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     add = parser.add_argument
     add("--seeds", type=int, nargs="+", default=[1, 2, 3])
     add("--jobs", type=int, default=4, help="processes at once")
@@ -201,11 +192,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     groups: dict[str, dict[int, report.Result]] = {run.label: {} for run in args.runs}
     for seed, result in results_of(words, len(args.runs), own.seeds, own.jobs):
         groups[result.precision][seed] = result
-        print(
-            f"{result.precision}, seed {seed}: validation loss {result.validation_loss:.4f}, "
-            f"{result.seconds:.0f} s",
-            flush=True,
-        )
+        loss = f"validation loss {result.validation_loss:.4f}, {result.seconds:.0f} s"
+        print(f"{result.precision}, seed {seed}: {loss}", flush=True)
     ordered = {label: [seeds[s] for s in own.seeds] for label, seeds in groups.items()}
     rows: list[dict[str, Any]] = []
     for label, results in ordered.items():
@@ -225,7 +213,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "baseline's training loss": falls,
         "rows": rows,
         "curves": {
-            label: [asdict(result)["validation_losses"] for result in results]
+            label: [result.validation_losses for result in results]
             for label, results in ordered.items()
         },
     }

@@ -4,6 +4,16 @@ Bytes counted for an element in bf16: forward 4 (read x, write y), to FP8 3 roww
 layouts (2 read, 1 + 1 written); backward 6 (read dy and x, write dx), to FP8 in both layouts 6
 (4 read, 1 + 1 written). The column sums of dbias add a 16th of a byte an element at each of their
 two steps, which is not counted.
+
+swiglu and swiglu_block: the gated activations in bf16 and to FP8, forward and backward.
+
+Bytes counted for each element of the [M, F] output: forward 6 (read gate and up, write out), to
+FP8 in both layouts 6 (4 read, 1 + 1 written); backward 10 (read both inputs and the gradient,
+write two gradients), to FP8 in both layouts 10 (6 read, 2 + 2 written). The column sums of dbias
+add a 32nd of an element's bytes, which are not counted.
+
+``swiglu_block`` casts in 1x128 blocks in the same kernel, against the two ops, which write and read
+a bf16 result between them. Each copy has 4 bytes more for 128 elements.
 """
 
 from __future__ import annotations
@@ -16,7 +26,9 @@ import harness
 import torch
 from torch.nn import functional as F
 
-from apex_te.ops import activation, bias_gelu
+from apex_te.ops import activation, bias_gelu, swiglu
+from apex_te.ops.block_quantize import block_quantize
+from apex_te.ops.swiglu_block import swiglu_bwd_block, swiglu_fwd_block
 
 SHAPES = [(16384, 14336), (16384, 4096), (8192, 3584)]
 E4M3 = torch.float8_e4m3fn
@@ -71,22 +83,14 @@ def with_dbias(*args: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return dx, dx.sum(0)
 
 
-def eager_bwd(x: torch.Tensor, kind: str, dy: torch.Tensor) -> Callable[[], Any]:
-    leaf = x.detach().requires_grad_()
-    y = activation.reference(leaf, kind)
-    return lambda: torch.autograd.grad(y, leaf, dy, retain_graph=True)
-
-
 def of_activation(case: Case) -> list[Row]:
     x, dy, peers, op = case.x, case.dy, case.peers, activation
 
     def of(kind: str) -> list[partial[Any]]:
-        """Forward and backward, and both to FP8."""
-        return [
-            partial(op.activation_fwd, x, kind), partial(op.activation_bwd, dy, x, kind),
-            partial(op.activation_fwd_fp8, x, kind, **case.fp8),
-            partial(op.activation_bwd_fp8, dy, x, kind, **case.fp8),
-        ]  # fmt: skip
+        forward, backward = (x, kind), (dy, x, kind)
+        plain = [partial(op.activation_fwd, *forward), partial(op.activation_bwd, *backward)]
+        fwd_fp8 = partial(op.activation_fwd_fp8, *forward, **case.fp8)
+        return [*plain, fwd_fp8, partial(op.activation_bwd_fp8, *backward, **case.fp8)]
 
     fwd, bwd, fwd_fp8, bwd_fp8 = of("gelu")
     rows: list[Row] = [
@@ -100,7 +104,12 @@ def of_activation(case: Case) -> list[Row]:
         fwd, bwd, fwd_fp8, bwd_fp8 = of(kind)
         rows += [
             (f"{kind}_fwd", 4, fwd, {"torch": partial(op.reference, x, kind)}),
-            (f"{kind}_bwd", 6, bwd, {"torch": eager_bwd(x, kind, dy)}),
+            (
+                f"{kind}_bwd",
+                6,
+                bwd,
+                {"torch": harness.backward(partial(op.reference, kind=kind), [x], dy)},
+            ),
             (f"{kind}_fwd_fp8, both", 4, fwd_fp8, {}),
             (f"{kind}_bwd_fp8, both", 6, bwd_fp8, {}),
         ]
@@ -140,3 +149,125 @@ def rows(functions: Callable[[Case], list[Row]]) -> Iterator[harness.Row]:
             yield harness.measure(function, shape, num_bytes, call, peers, repeats=20)
     for function, _, call, _ in functions(Case((64, 4096), with_peers=False)):
         yield harness.in_graph(function, call, "64x4096, warm, in a graph")
+
+
+GATED = [(16384, 14336), (8192, 14336), (16384, 3584), (8192, 2048), (16384, 4095)]
+BLOCK_SHAPES = [(8192, 14336), (16384, 14336), (16384, 3584), (8190, 3584), (16384, 4095)]
+COMPILED = GATED[:2]  # each takes seconds to compile the peers
+ACTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
+def fwd(x: torch.Tensor) -> torch.Tensor:
+    gate, up = x.chunk(2, dim=1)
+    return F.silu(gate) * up
+
+
+def bwd(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    gate, up = (half.float() for half in x.chunk(2, dim=1))
+    s = torch.sigmoid(gate)
+    dgate = grad.float() * up * (s + gate * s * (1 - s))
+    return torch.cat([dgate, grad.float() * gate * s], dim=1).to(x.dtype)
+
+
+def fwd_fp8(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    gate, up = (half.float() for half in x.chunk(2, dim=1))
+    return to_fp8(F.silu(gate) * up)
+
+
+def bwd_fp8(grad: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return to_fp8(bwd(grad, x.float()))
+
+
+def liger(x: torch.Tensor, grad: torch.Tensor) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """liger-kernel's forward and backward of two tensors; its backward overwrites the inputs."""
+    gate, up = (half.contiguous() for half in x.chunk(2, dim=1))
+    over_gate, over_up = gate.clone(), up.clone()
+
+    def run_fwd() -> Any:
+        from liger_kernel.ops.swiglu import swiglu_forward
+
+        return swiglu_forward(gate, up)
+
+    def run_bwd() -> Any:
+        from liger_kernel.ops.swiglu import swiglu_backward
+
+        return swiglu_backward(over_gate, over_up, grad)
+
+    return run_fwd, run_bwd
+
+
+@harness.case("swiglu", GATED)
+def rows_of(shape: tuple[int, int]) -> Iterator[harness.Row]:
+    rows, cols = shape
+    x, grad = harness.normal(rows, 2 * cols), harness.normal(rows, cols)
+    scale, amax = torch.ones(1, device="cuda"), torch.zeros(1, device="cuda")
+    both: dict[str, Any] = {"amax": amax, "fp8_dtype": E4M3}
+
+    def row(
+        function: str, num_bytes: int, call: Callable[[], Any], peers: harness.Peers | None = None
+    ) -> harness.Row:
+        return harness.measure(function, shape, num_bytes * rows * cols, call, peers, repeats=20)
+
+    def compile_peer(formula: Callable[..., Any], *args: torch.Tensor) -> harness.Peers:
+        return harness.compile_peer(formula, *args) if shape in COMPILED else {}
+
+    liger_fwd, liger_bwd = liger(x, grad)
+    peers = {"torch": lambda: fwd(x), "liger": liger_fwd, **compile_peer(fwd, x)}
+    yield row("swiglu_fwd", 6, lambda: swiglu.swiglu_fwd(x), peers)
+    peers = {
+        "torch": harness.backward(fwd, [x], grad),
+        "liger": liger_bwd,
+        **compile_peer(bwd, grad, x),
+    }
+    yield row("swiglu_bwd", 10, lambda: swiglu.swiglu_bwd(grad, x), peers)
+    fwd_to_fp8 = partial(swiglu.swiglu_fwd_fp8, x, None, scale, **both)
+    peers = {"torch": lambda: fwd_fp8(x), **compile_peer(fwd_fp8, x)}
+    yield row("swiglu_fwd_fp8, both", 6, fwd_to_fp8, peers)
+    bwd_to_fp8 = partial(swiglu.swiglu_bwd_fp8, grad, x, None, scale, **both)
+    peers = {"torch": lambda: bwd_fp8(grad, x), **compile_peer(bwd_fp8, grad, x)}
+    yield row("swiglu_bwd_fp8, both", 10, bwd_to_fp8, peers)
+    yield row("swiglu_bwd_fp8, both + dbias", 10, lambda: bwd_to_fp8(with_dbias=True))
+    yield row("swiglu_bwd + dbias", 10, lambda: swiglu.swiglu_bwd(grad, x, with_dbias=True))
+    if shape != GATED[0]:
+        return
+    gate, up = x.chunk(2, dim=1)
+    for gate_kind, family in (("gelu", "geglu"), ("gelu_erf", "geglu_erf"), ("relu", "reglu")):
+        kind = {"activation": gate_kind}
+        plain = ACTS.get(gate_kind, F.gelu)
+        peers = {"torch": lambda plain=plain: plain(gate) * up}
+        yield row(f"{family}_fwd", 6, partial(swiglu.swiglu_fwd, x, **kind), peers)
+        yield row(f"{family}_bwd", 10, partial(swiglu.swiglu_bwd, grad, x, **kind))
+        yield row(f"{family}_fwd_fp8, both", 6, partial(fwd_to_fp8, **kind))
+        yield row(f"{family}_bwd_fp8, both", 10, partial(bwd_to_fp8, **kind))
+
+
+@harness.graph_case("swiglu", "64x4096, warm, in a graph", (64, 8192))
+def small(x: torch.Tensor) -> harness.Peers:
+    grad, scale = harness.normal(64, 4096), torch.ones(1, device="cuda")
+    given = (None, scale, E4M3, torch.zeros(1, device="cuda"))
+    return {
+        "swiglu_fwd": lambda: swiglu.swiglu_fwd(x),
+        "swiglu_bwd": lambda: swiglu.swiglu_bwd(grad, x),
+        "swiglu_fwd_fp8, both": lambda: swiglu.swiglu_fwd_fp8(x, *given[:3], amax=given[3]),
+        "swiglu_bwd_fp8, both": lambda: swiglu.swiglu_bwd_fp8(grad, x, *given[:3], amax=given[3]),
+    }
+
+
+@harness.case("swiglu_block", BLOCK_SHAPES)
+def block_rows(shape: tuple[int, int]) -> Iterator[harness.Row]:
+    """The forward and the backward, both layouts, padded columns."""
+    tokens, features = shape
+    x, grad = harness.normal(tokens, 2 * features), harness.normal(tokens, features)
+    pad, scales = {"pad_columnwise": True}, 2 * 4 / 128
+    fwd = partial(swiglu_fwd_block, x, None, E4M3, **pad)
+    bwd = partial(swiglu_bwd_block, grad, x, None, E4M3, **pad)
+    peers: harness.Peers = {"two ops": lambda: block_quantize(swiglu.swiglu_fwd(x), E4M3, **pad)}
+    num_bytes = int((6 + scales) * tokens * features)
+    yield harness.measure("swiglu_fwd_block, both", shape, num_bytes, fwd, peers, repeats=20)
+    peers = {"two ops": lambda: block_quantize(swiglu.swiglu_bwd(grad, x).input, E4M3, **pad)}
+    num_bytes = int((10 + 2 * scales) * tokens * features)
+    yield harness.measure("swiglu_bwd_block, both", shape, num_bytes, bwd, peers, repeats=20)

@@ -8,18 +8,13 @@ residual and ReLU 6, sums 4 (read dy and x), backward 6 (read dy and x, write dx
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import harness
 import torch
 from torch.nn import functional as F
 
-from apex_te.ops.batch_norm import (
-    batch_norm_bwd,
-    batch_norm_combine,
-    batch_norm_fwd,
-    batch_norm_reduce,
-    batch_norm_stats,
-)
+from apex_te.ops import batch_norm as op
 
 # [n, c, h, w]
 SHAPES = [
@@ -53,19 +48,21 @@ def of_shape(
     weight, bias = torch.rand(shape[1]).cuda(), torch.randn(shape[1]).cuda()
     count = torch.tensor([x.numel() // shape[1]], dtype=torch.int32).cuda()
 
-    def forward() -> torch.Tensor:
-        mean, var = batch_norm_stats(x)
-        stats = batch_norm_combine(mean[None], var[None], count, EPS)
-        return batch_norm_fwd(x, stats.mean, stats.inv_std, weight, bias)
+    def normalized() -> Any:
+        mean, var = op.batch_norm_stats(x)
+        return op.batch_norm_combine(mean[None], var[None], count, EPS)
 
-    mean, var = batch_norm_stats(x)
-    stats = batch_norm_combine(mean[None], var[None], count, EPS)
+    def forward() -> torch.Tensor:
+        stats = normalized()
+        return op.batch_norm_fwd(x, stats.mean, stats.inv_std, weight, bias)
+
+    var, stats = op.batch_norm_stats(x)[1], normalized()
     own = (stats.mean, stats.inv_std, weight)
-    sums = batch_norm_reduce(dy, x, *own, bias)
+    sums = op.batch_norm_reduce(dy, x, *own, bias)
 
     def backward() -> torch.Tensor:
-        found = batch_norm_reduce(dy, x, *own, bias)
-        return batch_norm_bwd(dy, x, *own, *found[:2], count)[0]
+        found = op.batch_norm_reduce(dy, x, *own, bias)
+        return op.batch_norm_bwd(dy, x, *own, *found[:2], count)[0]
 
     def with_residual(*given: torch.Tensor) -> torch.Tensor:
         data, residual = given
@@ -77,40 +74,37 @@ def of_shape(
     stat = torch.batch_norm_stats(x, EPS)
     flags = (True, True, True)
     steps = {
-        "stats": (1, lambda: batch_norm_stats(x), lambda: torch.batch_norm_stats(x, EPS)),
+        "stats": (1, lambda: op.batch_norm_stats(x), lambda: torch.batch_norm_stats(x, EPS)),
         "fwd": (
-            2, lambda: batch_norm_fwd(x, *own, bias),
+            2, lambda: op.batch_norm_fwd(x, *own, bias),
             lambda: torch.batch_norm_elemt(x, weight, bias, *stat, EPS),
         ),
         "reduce": (
-            2, lambda: batch_norm_reduce(dy, x, *own, bias),
+            2, lambda: op.batch_norm_reduce(dy, x, *own, bias),
             lambda: torch.batch_norm_backward_reduce(dy, x, *stat, weight, *flags),
         ),
         "bwd": (
-            3, lambda: batch_norm_bwd(dy, x, *own, *sums[:2], count),
+            3, lambda: op.batch_norm_bwd(dy, x, *own, *sums[:2], count),
             lambda: torch.batch_norm_backward_elemt(dy, x, *stat, weight, *sums[:2], count),
         ),
         "whole fwd": (
             3, forward,
             lambda: F.batch_norm(x, None, None, weight, bias, training=True, eps=EPS),
         ),
-        "whole bwd": (
-            5, backward, lambda: torch.autograd.grad(y, leaves, dy, retain_graph=True)
-        ),
+        "whole bwd": (5, backward, harness.gradients(y, leaves, dy)),
     }  # fmt: skip
     for step, (passes, call, peer) in steps.items():
         yield harness.measure(f"batch_norm {step}", name, passes * size, call, {"torch": peer})
     yield harness.measure(
         "batch_norm fwd with z and relu", name, 3 * size,
-        lambda: batch_norm_fwd(x, *own, bias, z=z, relu=True),
+        lambda: op.batch_norm_fwd(x, *own, bias, z=z, relu=True),
         harness.formula_peers(with_residual, x, z),
     )  # fmt: skip
-    own_sums = (*sums[:2], count, bias)
+    last = (dy, x, *own, *sums[:2], count, bias)
     yield harness.measure(
-        "batch_norm bwd with relu", name, 3 * size,
-        lambda: batch_norm_bwd(dy, x, *own, *own_sums, relu=True),
-    )  # fmt: skip
+        "batch_norm bwd with relu", name, 3 * size, lambda: op.batch_norm_bwd(*last, relu=True)
+    )
+    both = {"z": z, "relu": True, "with_dz": True}
     yield harness.measure(
-        "batch_norm bwd with z and relu", name, 5 * size,
-        lambda: batch_norm_bwd(dy, x, *own, *own_sums, z=z, relu=True, with_dz=True),
-    )  # fmt: skip
+        "batch_norm bwd with z and relu", name, 5 * size, lambda: op.batch_norm_bwd(*last, **both)
+    )

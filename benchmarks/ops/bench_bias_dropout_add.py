@@ -27,12 +27,6 @@ def formula(x: torch.Tensor, bias: torch.Tensor, residual: torch.Tensor, p: floa
     return residual + F.dropout(x + bias, p)
 
 
-def gradients(function: Any, leaves: list[torch.Tensor], dout: torch.Tensor) -> Any:
-    """A call that runs the backward of one forward again and again."""
-    out = function(*leaves, P)
-    return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
-
-
 @harness.case("bias_dropout_add", SHAPES)
 def rows_of(shape: tuple[int, int]) -> Iterator[harness.Row]:
     def row(function: str, num_bytes: int, call: Any, peers: Any = None) -> harness.Row:
@@ -41,13 +35,12 @@ def rows_of(shape: tuple[int, int]) -> Iterator[harness.Row]:
     seed = torch.tensor([1], device="cuda")
     x, residual, dout = (harness.normal(*shape) for _ in range(3))
     bias = harness.normal(shape[1])
-    leaves = [t.clone().requires_grad_() for t in (x, bias, residual)]
     args = (x, bias, residual, P)
     peers = harness.formula_peers(formula, *args)
     yield row("bias_dropout_add fwd", 6, lambda: bias_dropout_add(*args), peers)
+    formulas = {"torch": formula, "compile": harness.compiled(formula)}
     peers = {
-        "torch": gradients(formula, leaves, dout),
-        "compile": gradients(harness.compiled(formula), leaves, dout),
+        n: harness.backward(lambda *t, f=f: f(*t, P), args[:3], dout) for n, f in formulas.items()
     }
     bwd = functools.partial(bias_dropout_add_bwd, dout, seed, P)
     dx = functools.partial(bwd, x_dtype=torch.bfloat16)
@@ -61,15 +54,17 @@ def rows_of(shape: tuple[int, int]) -> Iterator[harness.Row]:
     yield row("fwd, float32 residual", 10, lambda: bias_dropout_add(x, bias, wide, P))
 
 
-@harness.case("bias_dropout_add")
-def rows_in_graph() -> Iterator[harness.Row]:
-    seed = torch.tensor([1], device="cuda")
-    x, residual = (harness.normal(64, 4096) for _ in range(2))
-    bias = harness.normal(4096)
-    small = {
-        "fwd": lambda: bias_dropout_add(x, bias, residual, P),
-        "fwd, seed given": lambda: bias_dropout_add(x, bias, residual, P, seed=seed),
+@harness.graph_case("bias_dropout_add", "64x4096")
+def small(x: torch.Tensor) -> harness.Peers:
+    seed, residual, bias = (
+        torch.tensor([1], device="cuda"),
+        torch.randn_like(x),
+        harness.normal(4096),
+    )
+    forward = functools.partial(bias_dropout_add, x, bias, residual, P)
+    calls = {
+        "fwd": forward,
+        "fwd, seed given": functools.partial(forward, seed=seed),
         "bwd, dx and dbias": lambda: bias_dropout_add_bwd(x, seed, P, **BOTH),
     }
-    for name, call in small.items():
-        yield harness.in_graph(f"bias_dropout_add {name}, graph, warm", call, "64x4096")
+    return {f"bias_dropout_add {name}, graph, warm": call for name, call in calls.items()}

@@ -2,16 +2,6 @@
 
 Bytes counted: 4 an element for bf16 (read the logits once, write the gradient once), whether into
 new memory or over the logits; 2 for the loss alone; 4 for the gradient from the logits.
-
-Where the gradient is made, in bytes an element of 16 bits:
-    with the loss, rounded, then multiplied    4, and 4 more unless the factor is 1; two roundings
-    with the loss, made again from the logits  4, and 4 more unless the factor is 1; one rounding
-    in backward, from the logits               2 for the loss, 4 for the gradient; one rounding
-cross_entropy takes the second way for a mean of float32 or bf16, whose factor is mostly 1, and the
-third for float16, whose gradient of a mean is below 6e-8 before a loss scale multiplies it, and for
-sums and single losses, whose factor is mostly not 1. The first is left to a mean that overwrites
-the logits. Holding the logits until backward takes no higher peak than before: both are there when
-the forward pass ends.
 """
 
 from __future__ import annotations
@@ -27,11 +17,6 @@ from torch.nn import functional as F
 from apex_te.ops import cross_entropy as op
 
 SHAPES = [(16384, 4096), (8192, 32000), (8192, 50257), (4096, 128256), (2048, 262144)]
-
-
-def loss_and_grad(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    (grad,) = torch.autograd.grad(F.cross_entropy(x, target), x)
-    return grad
 
 
 def liger(x: torch.Tensor, target: torch.Tensor) -> Any:
@@ -55,7 +40,7 @@ def rows_of(shape: tuple[int, int]) -> Iterator[harness.Row]:
     leaf, copy = x.clone().requires_grad_(), x.clone().requires_grad_()
     compiled = harness.compiled(F.cross_entropy)
     peers: harness.Peers = {
-        "torch": lambda: loss_and_grad(leaf, target),
+        "torch": lambda: torch.autograd.grad(F.cross_entropy(leaf, target), leaf),
         "compile": lambda: torch.autograd.grad(compiled(leaf, target), leaf),
         "liger": lambda: liger(copy, target),
     }
@@ -72,9 +57,8 @@ def rows_of(shape: tuple[int, int]) -> Iterator[harness.Row]:
     yield row("loss only", n * 2, lambda: ours(None), peers)
 
 
-@harness.case("cross_entropy")
-def rows_in_graph() -> Iterator[harness.Row]:
-    x = harness.normal(64, 4096)
+@harness.graph_case("cross_entropy", "64x4096")
+def small(x: torch.Tensor) -> harness.Peers:
     target, grad = torch.randint(0, 4096, (64,), device="cuda"), torch.empty_like(x)
     call = functools.partial(op.cross_entropy_fwd, x, target, grad=grad)
-    yield harness.in_graph("graph, warm, one launch", call, "64x4096")
+    return {"graph, warm, one launch": call}

@@ -68,18 +68,15 @@ def rows_of(m: int, n: int, k: int) -> Iterator[harness.Row]:
             "_scaled_mm us": peer["us"],
             "ratio": peer["us"] / mine["us"],
         }
-        if tuned:
-            made["ratio tuned"] = peer["us"] / tuned[0]["us"]
+        made |= {"ratio tuned": peer["us"] / tuned[0]["us"]} if tuned else {}
         return {**made, "bf16 mm TFLOP/s": flops / bf16["us"] / 1e6}
 
     for a_type, split in ((E4M3, False), (E4M3, True), (E5M2, False), (E5M2, True)):
         a, b = operand(m, k, a_type), operand(n, k, E4M3)
         out = torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
         ours = partial(fp8_gemm, a, b, one, one, out=out, use_split_accumulator=split)
-        theirs = partial(
-            torch._scaled_mm, a, b.t(), one, one, out_dtype=torch.bfloat16,
-            use_fast_accum=not split, out=out,
-        )  # fmt: skip
+        options = {"out_dtype": torch.bfloat16, "use_fast_accum": not split, "out": out}
+        theirs = partial(torch._scaled_mm, a, b.t(), one, one, **options)
 
         def tuned(ours: Call = ours) -> None:
             gemm_tuning.is_active = True
@@ -88,12 +85,10 @@ def rows_of(m: int, n: int, k: int) -> Iterator[harness.Row]:
 
         yield row((m, n, k), a_type, split, "bfloat16", [ours, theirs, tuned])
     a, b, total = operand(n, m, E5M2), operand(k, m, E4M3), torch.zeros(n, k, device="cuda")
-    wgrad = partial(
-        fp8_gemm, a, b, one, one, out=total, accumulate=True, use_split_accumulator=True
-    )
-    product = partial(
-        torch._scaled_mm, a, b.t(), one, one, out_dtype=torch.float32, use_fast_accum=False
-    )
+    options = {"out": total, "accumulate": True, "use_split_accumulator": True}
+    wgrad = partial(fp8_gemm, a, b, one, one, **options)
+    options = {"out_dtype": torch.float32, "use_fast_accum": False}
+    product = partial(torch._scaled_mm, a, b.t(), one, one, **options)
     calls = [wgrad, lambda: total.add_(product())]
     yield row((n, k, m), E5M2, True, "float32 +=", calls)
 
@@ -113,9 +108,8 @@ def block_row(name: str, m: int, n: int, k: int) -> dict[str, Any]:
         if accumulate:
             out.add_(product)
 
-    ours = partial(
-        block_scaled_gemm, a, b, sa, sb, b_block_rows=rows, out=out, accumulate=accumulate
-    )
+    options = {"b_block_rows": rows, "out": out, "accumulate": accumulate}
+    ours = partial(block_scaled_gemm, a, b, sa, sb, **options)
     mine, peer = harness.paired_us([ours, theirs], repeats=_ROUNDS)
     return {
         "product": name,
@@ -128,9 +122,8 @@ def block_row(name: str, m: int, n: int, k: int) -> dict[str, Any]:
 
 
 def block_sums(rows: list[harness.Row]) -> dict[str, float]:
-    return harness.mean_and_least(
-        [row["ratio"] for row in rows if not row["product"].endswith("+=")]
-    )
+    compared = [row["ratio"] for row in rows if not row["product"].endswith("+=")]
+    return harness.mean_and_least(compared)
 
 
 @harness.case("fp8_gemm_block", *zip(*SHAPES, strict=True), sums=block_sums)

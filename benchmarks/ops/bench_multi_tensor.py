@@ -10,13 +10,13 @@ part is what is timed.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import harness
 import torch
+from torch.optim.adagrad import adagrad as foreach_adagrad
 
 from apex_te.ops import multi_tensor as op
 from apex_te.ops import multi_tensor_optim as optim
@@ -26,6 +26,8 @@ from apex_te.runtime import tensor_list
 from apex_te.runtime.fp8_copies import Casts
 
 Lists = tuple[list[torch.Tensor], ...]
+Functions = dict[str, tuple[int, Any, dict[str, Any]]]  # bytes an element, call, peers
+DECAY = {"lr": 1e-3, "weight_decay": 0.1}
 
 
 def random_list(count: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
@@ -43,14 +45,11 @@ def optimizer_lists(count: int, shape: tuple[int, ...], dtype: torch.dtype) -> L
     )
 
 
-def maps(xs: list[torch.Tensor]) -> dict[str, tuple[int, Callable[[], Any], dict[str, Any]]]:
-    """Function -> (bytes an element, call, peers)."""
+def maps(xs: list[torch.Tensor]) -> Functions:
     outs = [torch.empty_like(x) for x in xs]
-    found = torch.zeros(len(xs), device="cuda")
-    flag = torch.zeros(1, device="cuda")
+    found, flag = torch.zeros(len(xs), device="cuda"), torch.zeros(1, device="cuda")
     codes = [torch.empty_like(x, dtype=torch.float8_e4m3fn) for x in xs]
     scales, amaxes, inverses = ([torch.ones(1, device="cuda") for _ in xs] for _ in range(3))
-
     x, out, q, scale, top, inverse = map(tensor_list, (xs, outs, codes, scales, amaxes, inverses))
 
     def torch_total() -> None:
@@ -72,81 +71,59 @@ def maps(xs: list[torch.Tensor]) -> dict[str, tuple[int, Callable[[], Any], dict
     }
 
 
-def optimizers(count: int, shape: tuple[int, ...]) -> dict[str, tuple[int, Any, dict[str, Any]]]:
+def optimizers(count: int, shape: tuple[int, ...]) -> Functions:
     p, g, m, v, masters = optimizer_lists(count, shape, torch.bfloat16)
     wide_p, wide_g, wide_m, wide_v, _ = optimizer_lists(count, shape, torch.float32)
     steps = [torch.ones((), device="cuda") for _ in wide_p]
-
-    def fused_adamw() -> None:
-        torch._fused_adamw_(
-            wide_p, wide_g, wide_m, wide_v, [], steps, lr=1e-3, beta1=0.9, beta2=0.999,
-            weight_decay=0.1, eps=1e-8, amsgrad=False, maximize=False,
-        )  # fmt: skip
-
-    def fused_sgd() -> None:
-        torch._fused_sgd_(
-            wide_p, wide_g, wide_m, weight_decay=0.1, momentum=0.9, lr=1e-3, dampening=0.0,
-            nesterov=False, maximize=False, is_first_step=False,
-        )  # fmt: skip
-
+    adamw = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "amsgrad": False, "maximize": False}
+    fused_adamw = partial(
+        torch._fused_adamw_, wide_p, wide_g, wide_m, wide_v, [], steps, **DECAY, **adamw
+    )
+    nesterov = {"dampening": 0.0, "nesterov": False, "maximize": False, "is_first_step": False}
+    fused_sgd = partial(
+        torch._fused_sgd_, wide_p, wide_g, wide_m, momentum=0.9, **DECAY, **nesterov
+    )
     low = [tensor_list(tensors) for tensors in (p, g, m, v)]
     wide = [tensor_list(tensors) for tensors in (wide_p, wide_g, wide_m, wide_v)]
-    options = {"lr": 1e-3, "weight_decay": 0.1, "masters": tensor_list(masters)}
-    plain = {"lr": 1e-3, "weight_decay": 0.1}
+    options = {**DECAY, "masters": tensor_list(masters)}
     rest = [torch.zeros_like(t, dtype=torch.int16) for t in p]
-    sgd, lamb = (
-        partial(optim.sgd, *low[:3], momentum=0.9, **options),
-        partial(optim.lamb, *low, step=5, **options),
-    )
+    sgd = partial(optim.sgd, *low[:3], momentum=0.9, **options)
     return {
         "adam": (28, partial(optim.adam, *low, step=5, **options), {"fused fp32": fused_adamw}),
-        "adam fp32": (28, partial(optim.adam, *wide, step=5, **plain), {"fused": fused_adamw}),
+        "adam fp32": (28, partial(optim.adam, *wide, step=5, **DECAY), {"fused": fused_adamw}),
         "sgd": (20, sgd, {"fused fp32": fused_sgd}),
-        "lamb": (40, lamb, {}),
+        "lamb": (40, partial(optim.lamb, *low, step=5, **options), {}),
         **of_one_moment(wide_p, wide_g, wide_m),
-        "adam halves": (
-            26, partial(optim.adam, *low, step=5, lr=1e-3, weight_decay=0.1, masters=rest), {},
-        ),
-    }  # fmt: skip
+        "adam halves": (26, partial(optim.adam, *low, step=5, **DECAY, masters=rest), {}),
+    }
 
 
-def of_one_moment(
-    p: list[torch.Tensor], g: list[torch.Tensor], m: list[torch.Tensor]
-) -> dict[str, tuple[int, Any, dict[str, Any]]]:
+def of_one_moment(p: list[torch.Tensor], g: list[torch.Tensor], m: list[torch.Tensor]) -> Functions:
     """Steps of float32 parameters with one moment; LARS and NovoGrad without the norms."""
     sums = [t.abs() for t in m]
     counts = [torch.ones((), device="cuda") for _ in p]
 
-    def foreach_adagrad() -> None:
-        torch.optim.adagrad.adagrad(
-            p, g, sums, counts, lr=1e-3, weight_decay=0.1, lr_decay=0.0, eps=1e-10,
-            maximize=False, foreach=True,
-        )  # fmt: skip
-
+    adagrad = {"lr_decay": 0.0, "eps": 1e-10, "maximize": False, "foreach": True}
+    foreach = partial(foreach_adagrad, p, g, sums, counts, **DECAY, **adagrad)
     norms = torch.ones(len(p), device="cuda")
     lists = [tensor_list(tensors) for tensors in (p, g, m)]
-    options = {"lr": 1e-3, "weight_decay": 0.1}
+    ours = partial(optim.adagrad, *lists[:2], tensor_list(sums), **DECAY)
     return {
-        "adagrad": (
-            20, partial(optim.adagrad, *lists[:2], tensor_list(sums), **options),
-            {"foreach": foreach_adagrad},
-        ),
-        "novograd": (20, partial(optim.novograd, *lists, norms, step=5, **options), {}),
-        "lars": (
-            20, partial(optim.lars, *lists, norms, norms, momentum=0.9, **options), {},
-        ),
-    }  # fmt: skip
+        "adagrad": (20, ours, {"foreach": foreach}),
+        "novograd": (20, partial(optim.novograd, *lists, norms, step=5, **DECAY), {}),
+        "lars": (20, partial(optim.lars, *lists, norms, norms, momentum=0.9, **DECAY), {}),
+    }
 
 
-def casting(count: int, shape: tuple[int, int]) -> dict[str, tuple[int, Any, dict[str, Any]]]:
+def casting(count: int, shape: tuple[int, int]) -> Functions:
     """adam that casts what it updates, against adam and then one cast of each parameter."""
     p, g, m, v, masters = optimizer_lists(count, shape, torch.bfloat16)
     lists: tuple[Any, ...] = tuple(map(tensor_list, (p, g, m, v)))
     prepared = tensor_list(masters)
     options: dict[str, Any] = {
-        "step": 5, "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1,
-        "adamw": True, "bias_correction": True, "masters": prepared, "inv_scale": None,
-        "found_inf": None, "unscale_grads": False,
+        "step": 5, **DECAY, "betas": (0.9, 0.999), "eps": 1e-8, "adamw": True,
+        "bias_correction": True, "masters": prepared, "inv_scale": None, "found_inf": None,
+        "unscale_grads": False,
     }  # fmt: skip
     one = [torch.ones(1, device="cuda") for _ in range(3)]
     scaled, blocks, made = [], [], []
@@ -158,26 +135,23 @@ def casting(count: int, shape: tuple[int, int]) -> dict[str, tuple[int, Any, dic
         inverses = out.rowwise_scale_inv, out.columnwise_scale_inv
         blocks.append(Casts(*copies, *inverses, None, None, (0.0, 1)))
 
+    adam = partial(optim.adam, *lists, step=5, **DECAY, masters=prepared)
+
     def then_cast() -> None:
-        optim.adam(*lists, step=5, lr=1e-3, weight_decay=0.1, masters=prepared)
+        adam()
         for x, out in zip(p, made, strict=True):
-            cast_transpose(
-                x, one[1], torch.float8_e4m3fn, amax=one[2], out_rowwise=out.rowwise,
-                out_columnwise=out.columnwise,
-            )  # fmt: skip
+            copies = {"out_rowwise": out.rowwise, "out_columnwise": out.columnwise}
+            cast_transpose(x, one[1], torch.float8_e4m3fn, amax=one[2], **copies)
 
     def then_blocks() -> None:
-        optim.adam(*lists, step=5, lr=1e-3, weight_decay=0.1, masters=prepared)
+        adam()
         for x, out in zip(p, made, strict=True):
             block_quantize(x, torch.float8_e4m3fn, block_rows=128, out=out)
 
-    step: Any = optim.adam_with_casts
+    step: Any = partial(optim.adam_with_casts, *lists, **options)
     return {
-        name: (30, functools.partial(step, *lists, casts, **options), peers)
-        for name, casts, peers in (
-            ("adam and casts", scaled, {"adam, casts": then_cast}),
-            ("adam and block casts", blocks, {"adam, casts": then_blocks}),
-        )
+        "adam and casts": (30, partial(step, casts=scaled), {"adam, casts": then_cast}),
+        "adam and block casts": (30, partial(step, casts=blocks), {"adam, casts": then_blocks}),
     }
 
 
@@ -198,14 +172,12 @@ def rows() -> Iterator[harness.Row]:
     for count, shape in ((32, (4096, 4096)), (1000, (16384,))):
         name = f"{count}x[{','.join(map(str, shape))}]"
         numel = count * torch.Size(shape).numel()
-        calls = maps(random_list(count, shape, torch.bfloat16))
-        for function, (num_bytes, call, peers) in calls.items():
+        functions = maps(random_list(count, shape, torch.bfloat16))
+        for function, (num_bytes, call, peers) in functions.items():
             yield harness.measure(function, name, numel * num_bytes, call, peers)
-        for function, (num_bytes, call, peers) in optimizers(count, shape).items():
+        functions = optimizers(count, shape) | (casting(count, shape) if len(shape) == 2 else {})
+        for function, (num_bytes, call, peers) in functions.items():
             yield harness.measure(function, name, numel * num_bytes, call, peers, repeats=15)
-        if len(shape) == 2:
-            for function, (num_bytes, call, peers) in casting(count, shape).items():
-                yield harness.measure(function, name, numel * num_bytes, call, peers, repeats=15)
         yield unscale(count, shape, name)
     small = maps([harness.normal(64, 4096)]) | optimizers(1, (64, 4096))
     for function, (_, call, peers) in small.items():

@@ -7,6 +7,8 @@ the sum, backward also reads the residual's gradient).
 
 from __future__ import annotations
 
+import functools
+import importlib
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
@@ -58,40 +60,31 @@ class Case:
         return {**peers, "liger": self.liger_fwd}
 
     def bwd_peers(self) -> Calls:
-        def gradients(call: Callable[..., torch.Tensor]) -> Callable[[], Any]:
-            leaves = [t.clone().requires_grad_() for t in (self.x, *self.params)]
-            y = call(*leaves)
-            return lambda: torch.autograd.grad(y, leaves, self.dy, retain_graph=True)
-
-        peers = {"torch": gradients(self.formula)}
+        inputs = [self.x, *self.params]
+        peers = {"torch": harness.backward(self.formula, inputs, self.dy)}
         try:
-            peers["compile"] = gradients(harness.compiled(self.formula))
+            peers["compile"] = harness.backward(harness.compiled(self.formula), inputs, self.dy)
             peers["liger"] = self.liger_bwd()
         except Exception as error:  # a peer's own limits are its own
             print(f"{self.name} bwd: a peer was not run: {error!r:.200}")
         return peers
 
+    def liger(self, way: str) -> Callable[..., Any]:
+        module = importlib.import_module(f"liger_kernel.ops.{self.name}")
+        return getattr(module, f"{self.name}_{way}")
+
     def liger_fwd(self) -> Any:
-        if self.centres:
-            from liger_kernel.ops.layer_norm import layer_norm_forward
-
-            return layer_norm_forward(self.x, *self.params, EPS)
-        from liger_kernel.ops.rms_norm import rms_norm_forward
-
-        return rms_norm_forward(self.x, *self.params, EPS, 0.0, "llama", None)
+        more = () if self.centres else (0.0, "llama", None)
+        return self.liger("forward")(self.x, *self.params, EPS, *more)
 
     def liger_bwd(self) -> Callable[[], Any]:
+        _, x, *rest = self.liger_fwd()
         if self.centres:
-            from liger_kernel.ops.layer_norm import layer_norm_backward
-
-            _, x, mean, rstd, *_ = self.liger_fwd()
-            return lambda: layer_norm_backward(self.dy, x, *self.params, mean, rstd)
-        from liger_kernel.ops.rms_norm import rms_norm_backward
-
-        _, x, rstd, block, warps, mode = self.liger_fwd()
-        return lambda: rms_norm_backward(
-            self.dy, x, *self.params, rstd, 0.0, mode, block, warps, False, None
-        )
+            more = rest[:2]  # mean, rstd
+        else:
+            rstd, block, warps, mode = rest
+            more = [rstd, 0.0, mode, block, warps, False, None]
+        return functools.partial(self.liger("backward"), self.dy, x, *self.params, *more)
 
     def fp8_peers(self, transposed: bool) -> Calls:
         def formula(x: torch.Tensor, *params: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -104,22 +97,23 @@ class Case:
 
     def functions(self, with_peers: bool) -> list[tuple[str, int, Callable[[], Any], Calls]]:
         """(function, bytes of an element, call, peers)."""
-        residual = self.residual
+        dx, given, residual = (
+            (self.dy, self.x, *self.rest),
+            (self.x, *self.params, EPS),
+            self.residual,
+        )
         none: Calls = {}
-        return [
-            ("fwd", 4, lambda: self.fwd(self.x, *self.params, EPS),
-             self.fwd_peers() if with_peers else none),
-            ("bwd", 6, lambda: self.bwd(self.dy, self.x, *self.rest),
-             self.bwd_peers() if with_peers else none),
+        calls = [
+            ("fwd", 4, lambda: self.fwd(*given), self.fwd_peers),
+            ("bwd", 6, lambda: self.bwd(*dx), self.bwd_peers),
             ("fwd to FP8 rowwise", 3, lambda: self.quantize(columnwise=False),
-             self.fp8_peers(False) if with_peers else none),
-            ("fwd to FP8 both", 4, self.quantize, self.fp8_peers(True) if with_peers else none),
-            ("residual fwd", 8, lambda: self.fwd(self.x, *self.params, EPS, residual=residual),
-             none),
-            ("residual bwd", 8,
-             lambda: self.bwd(self.dy, self.x, *self.rest, d_residual=residual), none),
-            ("residual fwd to FP8 both", 8, lambda: self.quantize(residual=residual), none),
+             lambda: self.fp8_peers(False)),
+            ("fwd to FP8 both", 4, self.quantize, lambda: self.fp8_peers(True)),
+            ("residual fwd", 8, lambda: self.fwd(*given, residual=residual), dict),
+            ("residual bwd", 8, lambda: self.bwd(*dx, d_residual=residual), dict),
+            ("residual fwd to FP8 both", 8, lambda: self.quantize(residual=residual), dict),
         ]  # fmt: skip
+        return [(*rest, peers() if with_peers else none) for *rest, peers in calls]
 
 
 @harness.case("layer_norm", [layer_norm])

@@ -7,9 +7,9 @@ that cannot pad its columnwise copy is named and left out.
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import harness
@@ -27,19 +27,20 @@ SHAPES = [(8190, 3584), (4095, 8192), (8190, 4096), (8193, 14336)]
 ODD_COLUMNS = [(8192, 4095), (8190, 4095), (8192, 4090)]
 SHIFTED = ("cast_transpose", "cast_transpose + dbias", "current_scale", "hif8", "hif8 current")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-Producer = Callable[[torch.Tensor], functools.partial[Any]]  # the op's call for an x [rows, cols]
+Producer = Callable[[torch.Tensor], partial[Any]]  # the op's call for an x [rows, cols]
 
 
 def producers() -> dict[str, Producer]:
     """The ops that write a columnwise FP8 copy, by name."""
     one, amax = torch.ones(1, device="cuda"), {"amax": torch.zeros(1, device="cuda")}
-    call, like, current = functools.partial, torch.randn_like, hif8.quantize_current
+    dbias = {"with_dbias": True}
+    call, like, current = partial, torch.randn_like, hif8.quantize_current
     layer, rms = layer_norm.layer_norm_fwd_fp8, rms_norm.rms_norm_fwd_fp8
     act, act_bwd = activation.activation_fwd_fp8, activation.activation_bwd_fp8
     gelu, gelu_bwd = bias_gelu.bias_gelu_fwd_fp8, bias_gelu.bias_gelu_bwd_fp8
     gated, gated_bwd = swiglu.swiglu_fwd_fp8, swiglu.swiglu_bwd_fp8
 
-    def norm(function: Any, params: int, x: torch.Tensor, **more: Any) -> functools.partial[Any]:
+    def norm(function: Any, params: int, x: torch.Tensor, **more: Any) -> partial[Any]:
         return call(function, x, *like(x[:params]), 1e-5, one, E4M3, **amax, **more)
 
     def gate(x: torch.Tensor) -> torch.Tensor:
@@ -50,9 +51,7 @@ def producers() -> dict[str, Producer]:
 
     return {
         "cast_transpose": lambda x: call(cast_transpose, x, one, E5M2, **amax),
-        "cast_transpose + dbias": lambda x: call(
-            cast_transpose, x, one, E5M2, **amax, with_dbias=True
-        ),
+        "cast_transpose + dbias": lambda x: call(cast_transpose, x, one, E5M2, **amax, **dbias),
         "current_scale": lambda x: call(current_scale, x, E4M3),
         "byte_transpose": lambda x: call(byte_transpose, codes(x)),
         "block_quantize 1x128": lambda x: call(block_quantize, x, E4M3, block_rows=1),
@@ -66,9 +65,7 @@ def producers() -> dict[str, Producer]:
         "gelu": lambda x: call(act, x, "gelu", one, E4M3),
         "gelu backward": lambda x: call(act_bwd, like(x), x, "gelu", one, E5M2),
         "bias_gelu": lambda x: call(gelu, x, x[0].clone(), one, E4M3),
-        "bias_gelu backward + dbias": lambda x: call(
-            gelu_bwd, x, x, None, one, E5M2, with_dbias=True
-        ),
+        "bias_gelu backward + dbias": lambda x: call(gelu_bwd, x, x, None, one, E5M2, **dbias),
         "swiglu": lambda x: call(gated, gate(x), None, one, E4M3),
         "swiglu backward": lambda x: call(gated_bwd, x, gate(x), None, one, E5M2),
     }
@@ -80,9 +77,8 @@ def measure(name: str, producer: Producer, rows: int, cols: int) -> dict[str, An
     whole = harness.normal(rows + -rows % 16, cols + -cols % 16)
     odd, even = producer(x), producer(whole)
     pad = {"pad_columnwise": True}
-    padded, multiple, plain = harness.paired_us(
-        [lambda: odd(**pad), lambda: even(**pad), odd], repeats=30
-    )
+    calls = [partial(odd, **pad), partial(even, **pad), odd]
+    padded, multiple, plain = harness.paired_us(calls, repeats=30)
     return {
         "function": name,
         "shape": f"{rows}x{cols}",

@@ -10,6 +10,7 @@ qkv_cast is beside copies and a cast of torch.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -32,10 +33,8 @@ TENSOR_SHAPES = [(16384, 4096), (16384, 14336), (14336, 4096), (4096, 4096), (20
 BYTE_SHAPES = [(16384, 4096), (16384, 14336), (8192, 4096), (4096, 4096), (16383, 4095)]
 CAST_SHAPES = [(16384, 4096), (16384, 14336), (14336, 4096), (4096, 4096), (16384, 3584)]
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-SIZE, HIDDEN = (
-    128,
-    4096,
-)  # of qkv_cast: Llama-3-8B's, with 8 groups of 4 queries, and GPT's 32 heads
+# Of qkv_cast: Llama-3-8B's, with 8 groups of 4 queries, and GPT's 32 heads.
+SIZE, HIDDEN = 128, 4096
 BLOCKS = ((1, "1x128"), (128, "128x128"))
 
 
@@ -65,7 +64,6 @@ def mx_codes(x: torch.Tensor) -> list[torch.Tensor]:
 
 
 def row_codes(x: torch.Tensor) -> list[torch.Tensor]:
-    """The formula in PyTorch, both layouts."""
     out = []
     for t in (x, x.t()):
         scale_inv = t.abs().amax(1, keepdim=True).float() / 448.0
@@ -74,7 +72,6 @@ def row_codes(x: torch.Tensor) -> list[torch.Tensor]:
 
 
 def current_codes(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The formula in PyTorch, both layouts."""
     amax = x.abs().max().float()
     scale = 448.0 / amax
     codes = (x.float() * scale).clamp(-448, 448).to(E4M3)
@@ -104,6 +101,13 @@ def hif8_codes(x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torc
     return code, code.t().contiguous()
 
 
+def peers_of(
+    shape: tuple[int, int], layout: str, formula: Callable[..., Any], *args: Any
+) -> harness.Peers:
+    """The formula as it is and compiled, for both layouts of one shape."""
+    return harness.formula_peers(formula, *args) if (shape, layout) == (SHAPES[0], "both") else {}
+
+
 @harness.case("block_quantize", SHAPES)
 def block_rows(shape: tuple[int, int]) -> Iterator[harness.Row]:
     x = harness.normal(*shape)
@@ -113,26 +117,24 @@ def block_rows(shape: tuple[int, int]) -> Iterator[harness.Row]:
         for layout, options in harness.LAYOUTS.items():
             out = block_quantize(x, E4M3, block_rows=size, **options)
             cast = partial(block_quantize, x, E4M3, block_rows=size, out=out, **options)
-            compared = shape == SHAPES[0] and layout == "both"
-            peers = harness.formula_peers(block_codes, x, size) if compared else {}
+            peers = peers_of(shape, layout, block_codes, x, size)
             num_bytes = 2 * n + (n + scales) * sum(options.values())
-            yield harness.measure(
-                f"block_quantize {blocks} {layout}", shape, num_bytes, cast, peers
-            )
+            name = f"block_quantize {blocks} {layout}"
+            yield harness.measure(name, shape, num_bytes, cast, peers)
         out = block_quantize(x, E4M3, block_rows=size, columnwise=False)
         decode = partial(block_dequantize, *out[:2], block_rows=size, out=back)
         yield harness.measure(f"block_dequantize {blocks}", shape, 3 * n + scales, decode)
 
 
-@harness.case("block_quantize")
-def blocks_in_graph() -> Iterator[harness.Row]:
-    x = harness.normal(64, 4096)
+@harness.graph_case("block_quantize")
+def small_blocks(x: torch.Tensor) -> harness.Peers:
+    calls = {}
     for size, blocks in BLOCKS:
         out = block_quantize(x, E4M3, block_rows=size)
         cast = partial(block_quantize, x, E4M3, block_rows=size, out=out)
-        yield harness.in_graph(f"block_quantize {blocks} both", cast)
-    out, back = block_quantize(x, E4M3), torch.empty_like(x)
-    yield harness.in_graph("block_dequantize 1x128", partial(block_dequantize, *out[:2], out=back))
+        calls[f"block_quantize {blocks} both"] = cast
+    decode = partial(block_dequantize, *block_quantize(x, E4M3)[:2], out=torch.empty_like(x))
+    return {**calls, "block_dequantize 1x128": decode}
 
 
 @harness.case("mx_quantize", SHAPES)
@@ -141,21 +143,18 @@ def mx_rows(shape: tuple[int, int]) -> Iterator[harness.Row]:
     n, back = x.numel(), torch.empty_like(x)
     for layout, options in harness.LAYOUTS.items():
         cast = partial(mx_quantize, x, out=mx_quantize(x, **options), **options)
-        compared = shape == SHAPES[0] and layout == "both"
-        peers = harness.formula_peers(mx_codes, x) if compared else {}
+        peers = peers_of(shape, layout, mx_codes, x)
         num_bytes = 2 * n + (n + n // 32) * sum(options.values())
         yield harness.measure(f"mx_quantize {layout}", shape, num_bytes, cast, peers)
-    out = mx_quantize(x, columnwise=False)
-    decode = partial(mx_dequantize, *out[:2], out=back)
+    decode = partial(mx_dequantize, *mx_quantize(x, columnwise=False)[:2], out=back)
     yield harness.measure("mx_dequantize", shape, 3 * n + n // 32, decode)
 
 
-@harness.case("mx_quantize")
-def mx_in_graph() -> Iterator[harness.Row]:
-    x = harness.normal(64, 4096)
+@harness.graph_case("mx_quantize")
+def small_mx(x: torch.Tensor) -> harness.Peers:
     out, back = mx_quantize(x), torch.empty_like(x)
-    yield harness.in_graph("mx_quantize both", partial(mx_quantize, x, out=out))
-    yield harness.in_graph("mx_dequantize", partial(mx_dequantize, *out[:2], out=back))
+    cast, decode = partial(mx_quantize, x, out=out), partial(mx_dequantize, *out[:2], out=back)
+    return {"mx_quantize both": cast, "mx_dequantize": decode}
 
 
 @harness.case("row_quantize", SHAPES)
@@ -164,8 +163,7 @@ def row_rows(shape: tuple[int, int]) -> Iterator[harness.Row]:
     scale = torch.rand(shape[1], device=x.device)
     for layout, options in harness.LAYOUTS.items():
         cast = partial(row_quantize, x, E4M3, out=row_quantize(x, E4M3, **options), **options)
-        compared = shape == SHAPES[0] and layout == "both"
-        peers = harness.formula_peers(row_codes, x) if compared else {}
+        peers = peers_of(shape, layout, row_codes, x)
         scales = 4 * (shape[0] * options["rowwise"] + shape[1] * options["columnwise"])
         num_bytes = x.numel() * (2 + sum(options.values())) + scales
         yield harness.measure(f"row_quantize {layout}", shape, num_bytes, cast, peers)
@@ -179,8 +177,7 @@ def current_rows(shape: tuple[int, int]) -> Iterator[harness.Row]:
     x = harness.normal(*shape)
     n, amax = x.numel(), tensor_amax(x)
     for layout, copies, outputs in harness.layouts(x, E4M3):
-        compared = shape == TENSOR_SHAPES[0] and layout == "both"
-        peers = harness.formula_peers(current_codes, x) if compared else {}
+        peers = peers_of(shape, layout, current_codes, x)
         cast, name = partial(current_scale, x, E4M3, **outputs), f"current_scale {layout}"
         given = partial(cast, amax=amax)
         yield harness.measure(name, shape, n * (4 + copies), cast, peers)
@@ -188,11 +185,10 @@ def current_rows(shape: tuple[int, int]) -> Iterator[harness.Row]:
     yield harness.measure("tensor_amax", shape, 2 * n, partial(tensor_amax, x))
 
 
-@harness.case("current_scale")
-def current_in_graph() -> Iterator[harness.Row]:
-    cast = partial(current_scale, harness.normal(64, 4096), E4M3)
-    yield harness.in_graph("current_scale both", cast)
-    yield harness.in_graph("current_scale rowwise", partial(cast, columnwise=False))
+@harness.graph_case("current_scale")
+def small_current(x: torch.Tensor) -> harness.Peers:
+    cast = partial(current_scale, x, E4M3)
+    return {"current_scale both": cast, "current_scale rowwise": partial(cast, columnwise=False)}
 
 
 @harness.case("hif8", SHAPES)
@@ -200,8 +196,7 @@ def hif8_rows(shape: tuple[int, int]) -> Iterator[harness.Row]:
     x = harness.normal(*shape)
     n, scale = x.numel(), torch.full((1,), 3.1, device="cuda")
     for layout, copies, outputs in harness.layouts(x, torch.uint8):
-        compared = shape == SHAPES[0] and layout == "both"
-        peers = harness.formula_peers(hif8_codes, x, scale) if compared else {}
+        peers = peers_of(shape, layout, hif8_codes, x, scale)
         given = partial(hif8.quantize, x, scale, **outputs)
         current = partial(hif8.quantize_current, x, **outputs)
         yield harness.measure(f"hif8 {layout}", shape, n * (2 + copies), given, peers)
@@ -210,11 +205,11 @@ def hif8_rows(shape: tuple[int, int]) -> Iterator[harness.Row]:
     yield harness.measure("hif8 decode", shape, 3 * n, decode)
 
 
-@harness.case("hif8")
-def hif8_in_graph() -> Iterator[harness.Row]:
-    x, scale = harness.normal(64, 4096), torch.ones(1, device="cuda")
-    yield harness.in_graph("hif8 both", partial(hif8.quantize, x, scale))
-    yield harness.in_graph("hif8 current both", partial(hif8.quantize_current, x))
+@harness.graph_case("hif8")
+def small_hif8(x: torch.Tensor) -> harness.Peers:
+    one = torch.ones(1, device="cuda")
+    calls = {"": partial(hif8.quantize, x, one), " current": partial(hif8.quantize_current, x)}
+    return {f"hif8{kind} both": call for kind, call in calls.items()}
 
 
 @harness.case("byte_transpose", BYTE_SHAPES)
@@ -226,10 +221,9 @@ def byte_rows(shape: tuple[int, int]) -> Iterator[harness.Row]:
     yield harness.measure("byte_transpose", shape, 2 * codes.numel(), call, peers)
 
 
-@harness.case("byte_transpose")
-def bytes_in_graph() -> Iterator[harness.Row]:
-    small = torch.randint(0, 256, (64, 4096), dtype=torch.uint8, device="cuda")
-    yield harness.in_graph("byte_transpose", partial(byte_transpose, small))
+@harness.graph_case("byte_transpose")
+def small_bytes(x: torch.Tensor) -> harness.Peers:
+    return {"byte_transpose": partial(byte_transpose, x.to(E4M3).view(torch.uint8))}
 
 
 @harness.case("cast_transpose", CAST_SHAPES)
@@ -241,10 +235,8 @@ def cast_rows(shape: tuple[int, int]) -> Iterator[harness.Row]:
     layouts["both + dbias"] = (2, {**layouts["both"][1], "with_dbias": True})
     for name, (copies, options) in layouts.items():
         num_bytes = x.numel() * (2 + copies)
-        ours = harness.kernel_us(
-            lambda o=options: cast_transpose(x, one, E4M3, amax=amax, scale_inv=scale_inv, **o)
-        )
-        copy = harness.copy_us(num_bytes)
+        call = partial(cast_transpose, x, one, E4M3, amax=amax, scale_inv=scale_inv, **options)
+        ours, copy = harness.kernel_us(call), harness.copy_us(num_bytes)
         yield {
             "shape": harness.text_of(shape),
             "outputs": name,
@@ -255,54 +247,42 @@ def cast_rows(shape: tuple[int, int]) -> Iterator[harness.Row]:
         }
 
 
-def gradient_calls(
-    tokens: int, groups: int, repeats: int, with_dbias: bool
-) -> tuple[int, Callable[[], Any], Callable[[], Any]]:
+Calls = tuple[int, Callable[[], Any], Callable[[], Any]]
+
+
+def gradient_calls(tokens: int, groups: int, repeats: int, with_dbias: bool) -> Calls:
     """Bytes that a cast of gradients moves, the cast, and torch's way to the same copies."""
     layout = HeadLayout("thd", repeats, groups, SIZE, True)
     heads = [harness.normal(tokens, n, SIZE) for n in (groups * repeats, groups, groups)]
     features = groups * (repeats + 2) * SIZE
     one, amax = torch.ones(1, device="cuda"), torch.zeros(1, device="cuda")
-
-    def ours() -> None:
-        qkv_cast_grad(
-            *heads, one, E5M2, interleaved=True, amax=amax, with_dbias=with_dbias,
-            pad_columnwise=True,
-        )  # fmt: skip
+    given: dict[str, Any] = {"amax": amax, "with_dbias": with_dbias}
 
     def torchs() -> None:
-        x = layout.joined(heads, (tokens, features))
-        cast_transpose(x, one, E5M2, amax=amax, with_dbias=with_dbias)
+        cast_transpose(layout.joined(heads, (tokens, features)), one, E5M2, **given)
 
+    padded = {"interleaved": True, "pad_columnwise": True}
+    ours = partial(qkv_cast_grad, *heads, one, E5M2, **given, **padded)
     return 4 * tokens * features, ours, torchs
 
 
-def weight_calls(
-    groups: int, repeats: int, columnwise: bool
-) -> tuple[int, Callable[[], Any], Callable[[], Any]]:
+def weight_calls(groups: int, repeats: int, columnwise: bool) -> Calls:
     """Bytes that a cast of the weight moves, the cast, and the cast without another order."""
     weight = harness.normal(groups * (repeats + 2) * SIZE, HIDDEN)
     one, amax = torch.ones(1, device="cuda"), torch.zeros(1, device="cuda")
-
-    def ours() -> None:
-        qkv_cast_weight(
-            weight, one, E4M3, repeats=repeats, groups=groups, columnwise=columnwise, amax=amax
-        )
-
-    def plain() -> None:
-        cast_transpose(weight, one, E4M3, columnwise=columnwise, amax=amax)
-
+    given: Any = {"columnwise": columnwise, "amax": amax}
+    ours = partial(qkv_cast_weight, weight, one, E4M3, repeats=repeats, groups=groups, **given)
+    plain = partial(cast_transpose, weight, one, E4M3, **given)
     return (3 + columnwise) * weight.numel(), ours, plain
 
 
 @harness.case("qkv_cast")
 def qkv_rows() -> Iterator[harness.Row]:
-    calls = {}
-    for tokens in (8192, 8190):
-        for groups, repeats in ((8, 4), (32, 1)):
-            for dbias in (False, True):
-                name = f"gradient {tokens} x {groups} x {repeats + 2}{' + dbias' * dbias}"
-                calls[name] = gradient_calls(tokens, groups, repeats, dbias)
+    calls: dict[str, Calls] = {}
+    cases = itertools.product((8192, 8190), ((8, 4), (32, 1)), (False, True))
+    for tokens, (groups, repeats), dbias in cases:
+        name = f"gradient {tokens} x {groups} x {repeats + 2}{' + dbias' * dbias}"
+        calls[name] = gradient_calls(tokens, groups, repeats, dbias)
     calls["weight 8 x 6, rowwise"] = weight_calls(8, 4, False)
     calls["weight 8 x 6, both"] = weight_calls(8, 4, True)
     for name, (num_bytes, call, other) in calls.items():

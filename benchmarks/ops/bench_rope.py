@@ -52,9 +52,7 @@ def rows_of(shape: tuple[int, ...]) -> Iterator[harness.Row]:
     yield row("rope fwd", x, peers, freqs=freqs)
     if shape != SHAPES[0]:
         return
-    leaf, grad = x.clone().requires_grad_(), torch.randn_like(x)
-    out = rope(leaf, freqs)
-    backward = functools.partial(torch.autograd.grad, out, leaf, grad, retain_graph=True)
+    backward = harness.backward(functools.partial(rope, freqs=freqs), [x])
     yield harness.measure("rope bwd", shape, x.numel() * 4, backward)
     yield row("rope fwd, interleaved", x, freqs=freqs, interleaved=True)
     yield row("rope fwd, half of d", x, freqs=angles(8192, 64))
@@ -67,7 +65,7 @@ def rows_of(shape: tuple[int, ...]) -> Iterator[harness.Row]:
     yield row("rope fwd, view of qkv", qkv[..., :128], freqs=freqs)
 
 
-@harness.case("rope")
-def rows_in_graph() -> Iterator[harness.Row]:
-    small, freqs = harness.normal(64, 1, 32, 128), angles(64, 128)
-    yield harness.in_graph("graph, warm, one launch", lambda: rope(small, freqs), "64x4096")
+@harness.graph_case("rope", "64x4096", (64, 1, 32, 128))
+def small(x: torch.Tensor) -> harness.Peers:
+    freqs = angles(64, 128)
+    return {"graph, warm, one launch": lambda: rope(x, freqs)}

@@ -3,6 +3,12 @@
 Bytes counted for bf16, the fewest: forward 4 an element (read 2, write 2), and the mask once;
 backward 6 (read 2 + 2, write 2). Causal: a hidden element is only written, 2 bytes in either
 direction. torch.softmax and liger-kernel's apply no scale.
+
+``attention_sink``: the pass that adds sinks to attention's output, and its gradient.
+Bytes counted, bf16 and d elements a query: forward 4 d + 8 (read and write the output, read the
+log-sum-exp, write the total), backward 4 d + 4 (read the output, its gradient and the total). The
+shapes are the outputs of gpt-oss's layers (64 heads of 64) and of heads of 128, in the memory order
+of sbhd, bshd and bhsd.
 """
 
 from __future__ import annotations
@@ -14,6 +20,7 @@ from typing import Any
 import harness
 import torch
 
+from apex_te.ops.attention_sink import attention_sink_bwd, attention_sink_fwd, reference
 from apex_te.ops.scaled_softmax import scaled_softmax_bwd, scaled_softmax_fwd
 
 SCALE = 0.125
@@ -42,10 +49,7 @@ def compile_peer(
     formula: Callable[..., Any], x: torch.Tensor, *args: torch.Tensor
 ) -> harness.Peers:
     """torch.compile of the formula, for a few shapes: it takes seconds."""
-    if tuple(x.shape) not in COMPILED:
-        return {}
-    compiled = harness.compiled(formula)
-    return {"compile": lambda: compiled(x, *args)}
+    return harness.compile_peer(formula, x, *args) if tuple(x.shape) in COMPILED else {}
 
 
 def torch_bwd(dy: torch.Tensor, y: torch.Tensor) -> Callable[[], Any]:
@@ -60,14 +64,12 @@ def liger_fwd(x: torch.Tensor) -> Any:
 
 def liger_bwd(x: torch.Tensor, dy: torch.Tensor) -> Callable[[], Any]:
     """Raises what liger-kernel raises, on the first call."""
-    state: list[Any] = []
+    state = functools.cache(lambda: liger_fwd(x))
 
     def call() -> Any:
-        from liger_kernel.ops.softmax import _softmax_backward, _softmax_forward
+        from liger_kernel.ops.softmax import _softmax_backward
 
-        if not state:
-            state.extend(_softmax_forward(x))
-        return _softmax_backward(dy, *state)
+        return _softmax_backward(dy, *state())
 
     return call
 
@@ -110,16 +112,55 @@ def causal_rows(causal: str, shape: tuple[int, int, int]) -> Iterator[harness.Ro
     yield harness.measure(f"{kind} bwd", shape, 4 * seen + 2 * n, backward, peers, repeats=20)
 
 
-@harness.case("scaled_softmax")
-def small_rows() -> Iterator[harness.Row]:
-    """64 x 4096, warm, in a CUDA graph of 100 calls."""
-    x = harness.normal(1, 64, 4096)
+@harness.graph_case("scaled_softmax", "64x4096", (1, 64, 4096))
+def small(x: torch.Tensor) -> harness.Peers:
     y, out = scaled_softmax_fwd(x, SCALE), torch.empty_like(x)
     mask = torch.rand(1, 64, 4096, device="cuda") < 0.3
-    calls = {
-        "scaled fwd": lambda: scaled_softmax_fwd(x, SCALE, out=out),
-        "scaled masked fwd": lambda: scaled_softmax_fwd(x, SCALE, mask, out=out),
-        "scaled bwd": lambda: scaled_softmax_bwd(x, y, SCALE, out=out),
+    forward = functools.partial(scaled_softmax_fwd, x, SCALE, out=out)
+    return {
+        "scaled fwd, graph, warm": forward,
+        "scaled masked fwd, graph, warm": functools.partial(forward, mask=mask),
+        "scaled bwd, graph, warm": lambda: scaled_softmax_bwd(x, y, SCALE, out=out),
     }
-    for name, call in calls.items():
-        yield harness.in_graph(f"{name}, graph, warm", call, "64x4096")
+
+
+# [b, h, s, d], and the order of these in memory
+SINKS = [
+    ((2, 64, 4096, 64), "bshd"), ((2, 32, 4096, 128), "bshd"), ((2, 32, 4096, 128), "sbhd"),
+    ((2, 32, 4096, 128), "bhsd"), ((1, 128, 4096, 128), "sbhd"), ((2, 16, 4096, 256), "bshd"),
+]  # fmt: skip
+
+
+def gradient(
+    dout: torch.Tensor, out: torch.Tensor, total: torch.Tensor, sink: torch.Tensor
+) -> torch.Tensor:
+    """The formula of backward."""
+    delta = (dout.float() * out.float()).sum(-1)
+    return -((sink[:, None] - total).exp() * delta).sum((0, 2))
+
+
+def heads(shape: tuple[int, ...], layout: str) -> torch.Tensor:
+    """A tensor [b, h, s, d] in the memory order of ``layout``."""
+    sizes = dict(zip("bhsd", shape, strict=True))
+    x = harness.normal(*(sizes[letter] for letter in layout))
+    return x.permute([layout.index(letter) for letter in "bhsd"])
+
+
+@harness.case("attention_sink")
+def sink_rows() -> Iterator[harness.Row]:
+    for shape, layout in SINKS:
+        out, dout, lse = heads(shape, layout), heads(shape, layout), torch.randn(shape[:3]).cuda()
+        sink = torch.randn(shape[1]).cuda()
+        # A sink far below leaves the output as it is, call after call.
+        fwd, low = lse, sink - 100.0
+        name = f"{harness.text_of(shape)} {layout}"
+        peers = harness.formula_peers(reference, out, fwd, low)
+        yield harness.measure(
+            "attention_sink fwd", name, lse.numel() * (4 * shape[3] + 8),
+            lambda: attention_sink_fwd(out, fwd, low, out=out), peers,  # noqa: B023
+        )  # fmt: skip
+        args = (dout, out, lse, sink)
+        yield harness.measure(
+            "attention_sink bwd", name, lse.numel() * (4 * shape[3] + 4),
+            lambda: attention_sink_bwd(*args), harness.formula_peers(gradient, *args),  # noqa: B023
+        )  # fmt: skip

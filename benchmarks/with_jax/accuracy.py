@@ -35,14 +35,17 @@ def runs(name: str, recipes: list[str], seeds: int, words: list[str]) -> dict[st
     found: dict[str, Any] = {}
     for recipe in (None, *recipes):
         chosen = [] if recipe is None else ["--use-fp8", "--fp8-recipe", recipe]
-        results = [
-            EXAMPLES[name].main([*words, *chosen, "--seed", str(seed)]) for seed in range(seeds)
-        ]
+        run = EXAMPLES[name].main
+        results = [run([*words, *chosen, "--seed", str(seed)]) for seed in range(seeds)]
+        mean = {
+            key: float(np.mean([r[key] for r in results]))
+            for key in ("accuracy", "loss", "seconds")
+        }
         found[results[0]["run"]] = {
             "accuracy": [r["accuracy"] for r in results],
-            "mean_accuracy": float(np.mean([r["accuracy"] for r in results])),
-            "mean_loss": float(np.mean([r["loss"] for r in results])),
-            "seconds": float(np.mean([r["seconds"] for r in results])),
+            "mean_accuracy": mean["accuracy"],
+            "mean_loss": mean["loss"],
+            "seconds": mean["seconds"],
             "steps": results[0]["steps"],
         }
     base = next(iter(found.values()))["mean_accuracy"]
@@ -52,7 +55,6 @@ def runs(name: str, recipes: list[str], seeds: int, words: list[str]) -> dict[st
 
 
 def main() -> None:
-    """Runs the examples, prints a table and writes the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--examples", nargs="+", choices=EXAMPLES, default=list(EXAMPLES))

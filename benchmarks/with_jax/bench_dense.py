@@ -22,6 +22,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import harness
 import torch
+import transformer_stacks as stacks
 
 import apex_te
 from apex_te import recipe
@@ -32,12 +33,7 @@ import jax.numpy as jnp  # isort: skip
 import apex_te.jax as te  # isort: skip
 from apex_te.jax.flax import DenseGeneral  # isort: skip
 
-RECIPES: dict[str, recipe.Recipe | None] = {
-    "bf16": None,
-    "delayed": recipe.DelayedScaling(),
-    "tensorwise": recipe.CurrentScaling(),
-    "blockwise": recipe.BlockScaling(),
-}
+RECIPES = {name: stacks.RECIPES[name] for name in ("bf16", "delayed", "tensorwise", "blockwise")}
 
 
 def jax_step(sizes: tuple[int, int, int], chosen: recipe.Recipe | None) -> Callable[[], None]:

@@ -1,7 +1,4 @@
-"""Command line with the commands doctor, report, why, list, clean and build.
-
-``python -m apex_te`` runs it; in a checkout without torch so does ``python -m op_builder.jit.cli``.
-"""
+"""Command line of ``python -m apex_te``, and without torch of ``python -m op_builder.jit.cli``."""
 
 from __future__ import annotations
 
@@ -37,7 +34,6 @@ class Command(NamedTuple):
 
 
 def _own(command: str) -> Command:
-    """Imports the module of one of this file's commands and returns the command."""
     name, text = _COMMANDS[command]
     module = importlib.import_module(f".inspect.{name}", __package__)
     return Command(text, getattr(module, f"add_{command}"), getattr(module, f"run_{command}"))
@@ -50,9 +46,8 @@ def _parser(command: str | None, more: Mapping[str, Command]) -> argparse.Argume
     )
     parser.add_argument("--version", action="version", version=f"apex_te {suite_version()}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    texts = {name: text for name, (_, text) in _COMMANDS.items()}
-    texts.update((name, added.text) for name, added in more.items())
-    for name, text in texts.items():
+    own = {name: text for name, (_, text) in _COMMANDS.items()}
+    for name, text in {**own, **{name: added.text for name, added in more.items()}}.items():
         sub = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         if name == command:
             (more.get(name) or _own(name)).add_arguments(sub)

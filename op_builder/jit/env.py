@@ -18,12 +18,9 @@ def boolean(name: str, default: _Default) -> bool | _Default:
     text = os.environ.get(name, "").strip()
     if not text:
         return default
-    lowered = text.lower()
-    if lowered in _TRUE:
-        return True
-    if lowered in _FALSE:
-        return False
-    raise SettingError(f"{name} must be one of 1/0, true/false, yes/no, on/off, got {text!r}")
+    if text.lower() not in _TRUE | _FALSE:
+        raise SettingError(f"{name} must be one of 1/0, true/false, yes/no, on/off, got {text!r}")
+    return text.lower() in _TRUE
 
 
 def number(name: str, default: int, minimum: int = 1) -> int:

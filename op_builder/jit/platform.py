@@ -154,16 +154,13 @@ _VERSION = "import sys; print(sys.implementation.name, *sys.version_info[:2], sy
 
 
 def _is_same_file(path: str, other: str) -> bool:
-    """Returns True if two paths lead to one file; False if there is none at one of them."""
-    try:
+    with contextlib.suppress(OSError):
         return os.path.samefile(path, other)
-    except OSError:
-        return False
+    return False
 
 
 @functools.cache
 def _find_python(executable: str, frozen: bool) -> str | None:
-    """Returns the result of ``python_program`` for the given ``sys.executable``."""
     named = _INTERPRETER.fullmatch(os.path.basename(executable)) is not None
     if named and not frozen and _is_same_file(executable, "/proc/self/exe"):
         return executable
@@ -201,10 +198,9 @@ _SAME = [
     "ssse3", "sse4_1", "sse4_2", "popcnt", "movbe", "bmi2", "avx", "avx2", "f16c", "fma",
     "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl",
 ]  # fmt: skip
-_MACROS = {
-    **{f"__{name.upper()}__": name for name in _SAME},
-    **{f"__ARM_FEATURE_{name.upper()}": name for name in ("atomics", "crc32", "bf16")},
-    **{f"__ARM_FEATURE_{name.upper()}": name for name in ("sve", "sve2")},
+_ARM = ("atomics", "crc32", "bf16", "sve", "sve2")
+_MACROS = {f"__{name.upper()}__": name for name in _SAME} | {
+    **{f"__ARM_FEATURE_{name.upper()}": name for name in _ARM},
     **{f"__AVX512{name.upper()}__": f"avx512_{name}" for name in ("bf16", "fp16", "vnni")},
     "__SSE3__": "pni",
     "__LZCNT__": "abm",
@@ -216,7 +212,6 @@ _MACROS = {
 
 @functools.cache
 def _predefined(command: tuple[str, ...]) -> frozenset[str]:
-    """Returns the names of the macros that a compiler predefines, asking each command once."""
     lines = output_of(*command, "-dM", "-E", "-x", "c++", "/dev/null").splitlines()
     return frozenset(line.split()[1] for line in lines if line.startswith("#define "))
 

@@ -17,21 +17,15 @@ def _scan(path: str) -> tuple[bytes, tuple[str, ...]] | None:
     """Returns SHA-256 digest and quoted includes of a file, None if unreadable; caches them."""
     try:
         status = os.stat(path)
+        stamp = (status.st_mtime_ns, status.st_size, status.st_ino)
+        if path not in _files or _files[path][0] != stamp:
+            with open(path, "rb", buffering=0) as file:
+                content = file.read()
+            names = tuple(sorted({name.decode() for name in _INCLUDE.findall(content)}))
+            _files[path] = (stamp, hashlib.sha256(content).digest(), names)
     except OSError:
         return None
-    stamp = (status.st_mtime_ns, status.st_size, status.st_ino)
-    known = _files.get(path)
-    if known is not None and known[0] == stamp:
-        return known[1], known[2]
-    try:
-        with open(path, "rb", buffering=0) as file:
-            content = file.read()
-    except OSError:
-        return None
-    digest = hashlib.sha256(content).digest()
-    names = tuple(sorted({name.decode() for name in _INCLUDE.findall(content)}))
-    _files[path] = (stamp, digest, names)
-    return digest, names
+    return _files[path][1:]
 
 
 def closure(sources: Iterable[str], include_paths: Sequence[str]) -> dict[str, bytes]:
@@ -42,13 +36,11 @@ def closure(sources: Iterable[str], include_paths: Sequence[str]) -> dict[str, b
         path = pending.pop()
         if path in found:
             continue
-        scanned = _scan(path)
-        if scanned is None:
+        if (scanned := _scan(path)) is None:
             raise FileNotFoundError(f"source file {path} does not exist")
-        found[path] = scanned[0]
-        folder = os.path.dirname(path)
-        for name in scanned[1]:
-            for base in (folder, *include_paths):
+        found[path], names = scanned
+        for name in names:
+            for base in (os.path.dirname(path), *include_paths):
                 candidate = os.path.normpath(os.path.join(base, name))
                 if candidate in found or _scan(candidate) is not None:
                     pending.append(candidate)

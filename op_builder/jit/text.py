@@ -59,14 +59,9 @@ def short(path: str) -> str:
 
 def field(name: str, text: str) -> Iterator[str]:
     """Yields lines of ``name`` and ``text``, wrapped at ``WIDTH``; long words are not broken."""
-    yield from textwrap.wrap(
-        text,
-        WIDTH,
-        initial_indent=f"{name:<{_INDENT - 1}} ",
-        subsequent_indent=" " * _INDENT,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    indents: Any = {"initial_indent": f"{name:<{_INDENT - 1}} ", "subsequent_indent": " " * _INDENT}
+    whole: Any = {"break_long_words": False, "break_on_hyphens": False}
+    yield from textwrap.wrap(text, WIDTH, **indents, **whole)
 
 
 def print_field(name: str, text: str) -> None:
@@ -74,17 +69,15 @@ def print_field(name: str, text: str) -> None:
     print("\n".join(field(name, text)))
 
 
-def age(seconds: float) -> str:
-    """Returns a duration in its largest whole unit: "12 s", "3 h", "5 d"."""
+def since(moment: float) -> str:
+    """Returns the time since ``moment``, in seconds since the epoch, such as "3 h"; "" for 0."""
+    if not moment:
+        return ""
+    seconds = max(0.0, time.time() - moment)
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= length:
             return f"{seconds / length:.0f} {unit}"
-    return f"{max(0.0, seconds):.0f} s"
-
-
-def since(moment: float) -> str:
-    """Returns the time since ``moment``, in seconds since the epoch, such as "3 h"; "" for 0."""
-    return age(time.time() - moment) if moment else ""
+    return f"{seconds:.0f} s"
 
 
 def size(number: float) -> str:

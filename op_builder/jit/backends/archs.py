@@ -21,26 +21,17 @@ _TOKEN = re.compile(r"(\d+)\.(\d)([af]?)(\+PTX)?", re.IGNORECASE)
 _GFX = re.compile(r"gfx(\d{1,2})(\d)([0-9a-f])((?::[\w-]+[+-])*)", re.IGNORECASE)
 KFD_NODES = "/sys/class/kfd/kfd/topology/nodes"  # the kernel driver's list of AMD GPUs
 _OWN_ARCH = re.compile(r"_sm(\d+)(\d)_cuda\.cu$")
-_NAMES = {
-    "turing": "7.5",
-    "ampere": "8.0 8.6",
-    "ada": "8.9",
-    "hopper": "9.0",
-    "blackwell": "10.0 12.0",
-}
+_NAMES = {"turing": "7.5", "ampere": "8.0 8.6", "ada": "8.9", "hopper": "9.0"}
+_NAMES["blackwell"] = "10.0 12.0"
 
 
 class Arch(NamedTuple):
-    """Target of GPU code; ``str()`` of it is its name in arch lists, such as "9.0a" or "gfx90a".
-
-    ``suffix`` is "a", "f" or "" for NVIDIA, the stepping as an int for AMD: gfx90a is (9, 0, 10).
-    ``ptx`` adds PTX, which later NVIDIA GPUs compile when they load it.
-    """
+    """Target of GPU code; ``str()`` of it is its name in arch lists, such as "9.0a" or "gfx90a"."""
 
     major: int
     minor: int
-    suffix: str | int = ""
-    ptx: bool = False
+    suffix: str | int = ""  # "a", "f" or "" for NVIDIA, the stepping for AMD: gfx90a is (9, 0, 10)
+    ptx: bool = False  # with PTX, which later NVIDIA GPUs compile when they load it
 
     @property
     def is_amd(self) -> bool:
@@ -55,9 +46,7 @@ class Arch(NamedTuple):
     @property
     def number(self) -> str:
         """Name of the arch in compiler flags: ``90a`` for nvcc, ``gfx90a`` for hipcc."""
-        if self.is_amd:
-            return str(self)
-        return f"{self.major}{self.minor}{self.suffix}"
+        return str(self) if self.is_amd else f"{self.major}{self.minor}{self.suffix}"
 
     def covers(self, capability: Capability) -> bool:
         """Returns True if code for this arch runs on a device of ``capability``."""
@@ -71,39 +60,33 @@ class Arch(NamedTuple):
 
     def gencode(self) -> list[str]:
         """Returns nvcc's ``-gencode`` flags for this arch."""
-        flags = [f"-gencode=arch=compute_{self.number},code=sm_{self.number}"]
-        if self.ptx:
-            flags.append(f"-gencode=arch=compute_{self.number},code=compute_{self.number}")
-        return flags
+        kinds = ["sm", "compute"] if self.ptx else ["sm"]
+        return [f"-gencode=arch=compute_{self.number},code={kind}_{self.number}" for kind in kinds]
 
 
 def parse_arch(text: str) -> Arch:
     """Parses "9.0a", "8.0+PTX" or "gfx90a"; drops features of AMD archs, as in "gfx90a:xnack-"."""
-    gfx = _GFX.fullmatch(text.strip())
-    if gfx is not None:
+    name = text.strip()
+    if gfx := _GFX.fullmatch(name):
         return Arch(int(gfx[1]), int(gfx[2]), int(gfx[3], 16))
-    match = _TOKEN.fullmatch(text.strip())
-    if match is None:
-        gpu = gpu_platform()
-        near = None if gpu is ROCM else nearest(text.strip(), _NAMES)
-        hint = f"did you mean {near!r}?" if near else f"example: {gpu.example}"
-        raise ArchError(f"unknown {gpu.name} arch {text!r}; {hint}")
-    return Arch(int(match[1]), int(match[2]), match[3].lower(), bool(match[4]))
+    if match := _TOKEN.fullmatch(name):
+        return Arch(int(match[1]), int(match[2]), match[3].lower(), bool(match[4]))
+    gpu = gpu_platform()
+    near = None if gpu is ROCM else nearest(name, _NAMES)
+    hint = f"did you mean {near!r}?" if near else f"example: {gpu.example}"
+    raise ArchError(f"unknown {gpu.name} arch {text!r}; {hint}")
 
 
 def parse_arch_list(
-    text: str, native: Callable[[], Sequence[Capability]] | None = None
+    text: str, native: Callable[[], Sequence[Capability]] = lambda: ()
 ) -> tuple[Arch, ...]:
     """Returns the sorted archs of a list of archs, generations such as "hopper", or "native"."""
     gpu = gpu_platform()
     found: set[Arch] = set()
-    for token in re.split(r"[;,\s]+", text.strip()):
-        if not token:
-            continue
+    for token in filter(None, re.split(r"[;,\s]+", text.strip())):
         name, plus, rest = token.partition("+")
         if name.lower() == "native" and not (plus and gpu is ROCM):
-            devices = native() if native is not None else ()
-            if not devices:
+            if not (devices := native()):
                 raise ArchError(f'arch "native" needs a visible GPU; name the archs: {gpu.example}')
             found.update(Arch(*device)._replace(ptx=bool(plus)) for device in devices)
         elif name.lower() in _NAMES and (not plus or rest.upper() == "PTX"):
@@ -120,12 +103,9 @@ def parse_arch_list(
 
 
 def specialise(archs: Sequence[Arch], specific: Iterable[Capability]) -> tuple[Arch, ...]:
-    """Replaces each plain arch by its ``a`` form if the op has a source for exactly that arch.
-
-    The PTX of an ``a`` arch runs nowhere else, so "9.0+PTX" stays, and "9.0a" is added to it.
-    """
-    wanted = set(specific)
-    plain = {each for each in archs if each.suffix == "" and each[:2] in wanted}
+    """Replaces each plain arch by its ``a`` form if the op has a source for exactly that arch."""
+    # the PTX of an "a" arch runs nowhere else, so "9.0+PTX" stays, and "9.0a" is added to it
+    plain = {each for each in archs if each.suffix == "" and each[:2] in {*specific}}
     kept = {each for each in archs if each not in plain or each.ptx}
     return tuple(sorted(kept | {Arch(each.major, each.minor, "a") for each in plain}))
 
@@ -137,8 +117,7 @@ def covered(archs: Iterable[str], capability: Capability) -> bool:
 
 def initialised_capabilities() -> list[Capability]:
     """Returns the capabilities of torch's GPUs, none before torch has initialised CUDA itself."""
-    torch = sys.modules.get("torch")
-    cuda = getattr(torch, "cuda", None)
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
     if cuda is None or not cuda.is_initialized():
         return []
     return sorted({device_capability(i) for i in range(cuda.device_count())})
@@ -152,17 +131,6 @@ def device_capability(index: int) -> Capability:
         return torch.cuda.get_device_capability(index)
     arch = parse_arch(torch.cuda.get_device_properties(index).gcnArchName)
     return (arch.major, arch.minor, int(arch.suffix))
-
-
-def _kfd_capabilities() -> list[Capability]:
-    """Returns the capabilities of the AMD GPUs that the kernel driver lists; needs no runtime."""
-    found: set[Capability] = set()
-    for path in glob.glob(os.path.join(KFD_NODES, "*", "properties")):
-        match = re.search(r"^gfx_target_version (\d+)", text_of(path), re.MULTILINE)
-        version = int(match[1]) if match else 0
-        if version:  # a CPU's is 0
-            found.add((version // 10000, version // 100 % 100, version % 100))
-    return sorted(found)
 
 
 # Asked in a process of its own: initialising CUDA here would break later forks. No context is made.
@@ -209,32 +177,28 @@ def ask_driver() -> dict[str, Any]:
     answer: dict[str, Any] = {"driver": None, "cuda": None, "problem": "", "devices": []}
     python = python_program()
     if python is None:
-        answer["problem"] = "this program embeds Python, and there is no interpreter to ask with"
-        return answer
+        problem = "this program embeds Python, and there is no interpreter to ask with"
+        return {**answer, "problem": problem}
+    environment = {**os.environ, "CUDA_CACHE_DISABLE": "1"}  # else the driver makes ~/.nv
+    command = [python, "-I", "-S", "-c", _PROBE]
     try:
-        done = subprocess.run(
-            [python, "-I", "-S", "-c", _PROBE],
-            env={**os.environ, "CUDA_CACHE_DISABLE": "1"},  # else the driver makes ~/.nv
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
         if done.returncode == 0:
-            answer.update(json.loads(done.stdout))
-        else:
-            answer["problem"] = f"asking the driver ended with status {done.returncode}"
+            return {**answer, **json.loads(done.stdout)}
+        return {**answer, "problem": f"asking the driver ended with status {done.returncode}"}
     except (OSError, ValueError, subprocess.TimeoutExpired):
-        answer["problem"] = "the driver does not answer"
-    return answer
+        return {**answer, "problem": "the driver does not answer"}
 
 
 def visible_capabilities() -> list[Capability]:
     """Returns the visible GPUs' capabilities, each once; before torch starts CUDA, the driver's."""
-    known = initialised_capabilities()
-    if known:
+    if known := initialised_capabilities():
         return known
-    if is_hip():
-        return _kfd_capabilities()
+    if is_hip():  # the kernel driver's list; needs no runtime
+        files = glob.glob(os.path.join(KFD_NODES, "*", "properties"))
+        found = [re.search(r"^gfx_target_version (\d+)", text_of(path), re.M) for path in files]
+        versions = {int(match[1]) for match in found if match} - {0}  # a CPU's is 0
+        return sorted((each // 10000, each // 100 % 100, each % 100) for each in versions)
     archs = [parse_arch(device["arch"]) for device in ask_driver()["devices"]]
     return sorted({(arch.major, arch.minor) for arch in archs})
 
@@ -268,18 +232,14 @@ def choose(
         archs = parse_arch_list(text, visible_capabilities)
         origin = f"{variable}={text!r}"
     else:
-        devices = set(initialised_capabilities())
-        if capability is not None:
-            devices.add(capability)
-        elif not devices:
-            devices.update(visible_capabilities())
+        devices = {*initialised_capabilities()} | ({capability} if capability else set())
+        devices = devices or {*visible_capabilities()}
         if not devices:
             gpu = gpu_platform()
             raise ArchError(
                 f"{op}: no GPU is visible to choose a {gpu.name} arch from; set {gpu.example}"
             )
-        archs = tuple(sorted(Arch(*device) for device in devices))
-        origin = "the visible GPUs"
+        archs, origin = tuple(sorted(Arch(*device) for device in devices)), "the visible GPUs"
     # an AMD GPU has no limit here: an op that needs some unit of it says so itself
     usable = [arch for arch in archs if arch.is_amd or (arch.major, arch.minor) >= min_arch]
     if not usable:

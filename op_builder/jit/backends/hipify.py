@@ -1,10 +1,7 @@
-"""Translation of CUDA sources to HIP by a fixed table of names, into copies in a build folder.
+"""Translation of CUDA sources to HIP by a fixed table of names, into copies in a build folder."""
 
-The suite's sources use a narrow part of the CUDA runtime, so names are mapped one by one and a name
-without a counterpart stays as it is and fails to compile, rather than being guessed. Code that
-differs in more than its names is guarded in the sources by ``__HIP_PLATFORM_AMD__``. torch's own
-``torch.utils.hipify`` is not used: it needs torch, maps far more, and writes beside its input.
-"""
+# A name without a counterpart stays and fails to compile, rather than being guessed. Not by torch's
+# torch.utils.hipify: it needs torch, maps far more, and writes beside its input.
 
 from __future__ import annotations
 
@@ -63,7 +60,6 @@ _INCLUDE = re.compile(r'(^[ \t]*#[ \t]*include[ \t]*[<"])([^>"\n]+)([>"])', re.M
 
 
 def _word(match: re.Match[str]) -> str:
-    """Returns HIP's counterpart of the CUDA name that ``match`` found, or the name itself."""
     if (name := match[0]) in NAMES:
         return NAMES[name]
     return next((p.sub(prefix, name, 1) for p, prefix in _PREFIXES if p.match(name)), name)
@@ -71,14 +67,11 @@ def _word(match: re.Match[str]) -> str:
 
 def translate(text: str) -> str:
     """Replaces CUDA's names and headers in a text by HIP's; idempotent."""
-    pieces, position = [], 0
-    for match in _INCLUDE.finditer(text):  # a path is no place for a name's mapping
-        pieces.append(_WORD.sub(_word, text[position : match.start()]))
-        header = HEADERS.get(match[2])
-        pieces.append(f"{match[1]}{header}{match[3]}" if header else match[0])
-        position = match.end()
-    pieces.append(_WORD.sub(_word, text[position:]))
-    return "".join(pieces)
+    parts = _INCLUDE.split(text)  # code, then for each include its begin, path, end and the code
+    for i in range(0, len(parts), 4):
+        parts[i] = _WORD.sub(_word, parts[i])  # a path is no place for a name's mapping
+    parts[2::4] = [HEADERS.get(header, header) for header in parts[2::4]]
+    return "".join(parts)
 
 
 @functools.cache

@@ -25,9 +25,12 @@ class Step(NamedTuple):
 
 def include_flags(spec: OpSpec, system_folders: Sequence[str]) -> list[str]:
     """Returns ``-I`` flags for the op's include folders, ``-isystem`` ones for the others."""
-    own = [f"-I{path}" for path in spec.include_folders()]
     # -isystem: warnings in other people's headers are not ours
-    return [*own, *(flag for path in system_folders for flag in ("-isystem", path))]
+    return [*(f"-I{path}" for path in spec.include_folders()), *_system_flags(system_folders)]
+
+
+def _system_flags(folders: Sequence[str]) -> list[str]:
+    return [flag for path in folders for flag in ("-isystem", path)]
 
 
 def compile_step(command: Sequence[str], name: str, path: str, folder: str) -> Step:
@@ -35,15 +38,6 @@ def compile_step(command: Sequence[str], name: str, path: str, folder: str) -> S
     made = os.path.join(folder, re.sub(r"[^\w.]", "_", name) + ".o")
     line = (*command, "-c", path, "-o", made)
     return Step(made, (path,), line, f"compiling {os.path.basename(name)}")
-
-
-def link_step(
-    command: Sequence[str], compiled: Sequence[Step], output: str, flags: list[str]
-) -> Step:
-    """Returns the step that links the outputs of ``compiled`` into the library ``output``."""
-    objects = tuple(step.output for step in compiled)
-    line = (*command, "-shared", "-o", output, *objects, *flags)
-    return Step(output, objects, line, f"linking {os.path.basename(output)}")
 
 
 # Numbers must not depend on the machine: no contraction, no fast-math, no -march=native. Floating
@@ -84,14 +78,10 @@ def compile_flags(spec: OpSpec, kind: str) -> list[str]:
 
 def link_flags(spec: OpSpec, kind: str) -> list[str]:
     """Returns the op's own linker flags and then the suite's base ones."""
-    is_extension = spec.BINDING == "pybind11"
-    own = pybind.library_flags(spec) if is_extension else spec.libraries_args()
-    binding = pybind.link_flags(spec) if is_extension else []
+    own = pybind.link_flags(spec) if spec.BINDING == "pybind11" else spec.libraries_args()
     if kind != "cuda":
-        base = ["-ldl", *env.sanitizers()]
-    else:
-        base = HIPCC_LIBRARIES if platform.is_hip() else NVCC_LIBRARIES
-    return [*own, *binding, *base]
+        return [*own, "-ldl", *env.sanitizers()]
+    return [*own, *(HIPCC_LIBRARIES if platform.is_hip() else NVCC_LIBRARIES)]
 
 
 def key_flags(spec: OpSpec, device: str) -> list[str]:
@@ -104,24 +94,23 @@ def key_flags(spec: OpSpec, device: str) -> list[str]:
 
 def runtime_major() -> str:
     """Returns the HIP runtime's major version: torch's, else the headers', else "unknown"."""
-    version = platform.torch_hip_version()
-    if version is not None:
+    if version := platform.torch_hip_version():
         return version.partition(".")[0]
     try:
         header = os.path.join(toolchain.find_hipcc().home, "include", "hip", "hip_version.h")
-        match = re.search(r"#define\s+HIP_VERSION_MAJOR\s+(\d+)", platform.text_of(header))
     except BuildError:
-        match = None
+        return "unknown"
+    match = re.search(r"#define\s+HIP_VERSION_MAJOR\s+(\d+)", platform.text_of(header))
     return match[1] if match else "unknown"
 
 
 def key_extras(spec: OpSpec, device: str) -> list[str]:
     """Returns the texts beside sources and flags that take part in the library's cache key."""
-    binding = pybind.key_extras(spec) if spec.BINDING == "pybind11" else []
-    gpu = []
+    extras = pybind.key_extras(spec) if spec.BINDING == "pybind11" else []
+    extras += spec.key_extras()
     if spec.needs_archs(device) and platform.is_hip():
-        gpu = ["hip", f"runtime {runtime_major()}", f"hipify {hipify.digest()}"]
-    return [*binding, *spec.key_extras(), *gpu]
+        extras += ["hip", f"runtime {runtime_major()}", f"hipify {hipify.digest()}"]
+    return extras
 
 
 def system_folders(spec: OpSpec, device: str) -> list[str]:
@@ -179,24 +168,17 @@ def _gencodes(source: str, archs: Sequence[Arch]) -> list[str]:
     plain = {(arch.major, arch.minor) for arch in archs if arch.suffix == "a"}
     flags = []
     for arch in archs:
-        if arch.ptx and not arch.suffix and (arch.major, arch.minor) in plain:
-            # the device itself is served by the "a" code, only the PTX is missing
-            flags.append(f"-gencode=arch=compute_{arch.number},code=compute_{arch.number}")
-        else:
-            flags.extend(arch.gencode())
+        # the device itself is served by the "a" code, only the PTX is missing
+        only_ptx = arch.ptx and not arch.suffix and (arch.major, arch.minor) in plain
+        flags += arch.gencode()[only_ptx:]
     return flags
 
 
 def _nvcc_steps(
-    spec: OpSpec,
-    names: Sequence[str],
-    system_folders: Sequence[str],
-    archs: Sequence[Arch],
-    folder: str,
+    spec: OpSpec, names: Sequence[str], system: Sequence[str], archs: Sequence[Arch], folder: str
 ) -> tuple[list[Step], list[str]]:
-    """Returns the commands that compile an op's ``.cu`` sources with nvcc, and the linker's."""
     nvcc = [toolchain.find_nvcc().path, *toolchain.nvcc_host_flags()]
-    flags, includes = compile_flags(spec, "cuda"), include_flags(spec, system_folders)
+    flags, includes = compile_flags(spec, "cuda"), include_flags(spec, system)
     steps = []
     for name in names:
         command = [*nvcc, *flags, *_gencodes(name, archs), *includes]
@@ -205,11 +187,7 @@ def _nvcc_steps(
 
 
 def _hipcc_steps(
-    spec: OpSpec,
-    names: Sequence[str],
-    system_folders: Sequence[str],
-    archs: Sequence[Arch],
-    folder: str,
+    spec: OpSpec, names: Sequence[str], system: Sequence[str], archs: Sequence[Arch], folder: str
 ) -> tuple[list[Step], list[str]]:
     """Translates ``.cu`` sources into ``folder``; returns the commands of hipcc and the linker."""
     if spec.BINDING == "pybind11":
@@ -220,16 +198,14 @@ def _hipcc_steps(
         )
     place = os.path.join(folder, "hip")
     paths = {name: os.path.join(spec.root, name) for name in names}
-    folders = spec.include_folders()
-    hipify.copies(paths.values(), folders, place)
+    hipify.copies(paths.values(), spec.include_folders(), place)
     # where CUDA is installed as well, hipcc would take its compiler
     hipcc = ["env", "HIP_PLATFORM=amd", toolchain.find_hipcc().path]
     targets = [f"--offload-arch={arch.number}" for arch in archs]  # without, it seeks a GPU
-    command = [*hipcc, *compile_flags(spec, "cuda"), *targets]
-    command += [f"-I{hipify.copied(path, place)}" for path in folders]
-    command += [flag for path in system_folders for flag in ("-isystem", path)]
+    includes = [f"-I{hipify.copied(path, place)}" for path in spec.include_folders()]
+    flags = [*compile_flags(spec, "cuda"), *targets, *includes, *_system_flags(system)]
     steps = [
-        compile_step(command, name, hipify.copied(path, place), folder)
+        compile_step([*hipcc, *flags], name, hipify.copied(path, place), folder)
         for name, path in paths.items()
     ]
     return steps, [*hipcc, *targets]
@@ -247,10 +223,13 @@ def build_steps(
     if others or not on_gpu:
         linker = toolchain.find_cxx()
         command = [*linker, *compile_flags(spec, "cpu"), *include_flags(spec, folders)]
-        paths = {name: os.path.join(spec.root, name) for name in others}
-        steps += [compile_step(command, name, path, folder) for name, path in paths.items()]
+        for name in others:
+            steps.append(compile_step(command, name, os.path.join(spec.root, name), folder))
     if on_gpu:
         gpu_steps = _hipcc_steps if platform.is_hip() else _nvcc_steps
         made, linker = gpu_steps(spec, on_gpu, folders, archs, folder)
         steps += made
-    return [*steps, link_step(linker, steps, output, link_flags(spec, "cuda" if on_gpu else "cpu"))]
+    objects = tuple(step.output for step in steps)
+    flags = link_flags(spec, "cuda" if on_gpu else "cpu")
+    line = (*linker, "-shared", "-o", output, *objects, *flags)
+    return [*steps, Step(output, objects, line, f"linking {os.path.basename(output)}")]

@@ -1,13 +1,10 @@
-"""Extensions with a ``PYBIND11_MODULE`` that include torch: flags, cache-key texts, exports.
+"""Extensions with a ``PYBIND11_MODULE`` that include torch: flags, cache-key texts, exports."""
 
-Such a library links torch and Python, so it is made for the torch and the interpreter at hand and
-keyed by both. It is compiled, cached, locked and reported like every other library, not by torch's
-own extension loader. Folders are computed here: importing torch.utils.cpp_extension takes longer
-than a look-up may, needs setuptools and prints.
-"""
+# not by torch.utils.cpp_extension: importing it takes long, needs setuptools and prints
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
 import re
@@ -45,12 +42,13 @@ def installed_torch(op: str) -> Any:
     """Returns the module torch, imported, which an extension is compiled against."""
     try:
         import torch
+
+        return torch
     except ImportError as error:
         raise HeaderNotFoundError(
             f'{op}: an op with BINDING = "pybind11" is built against torch, which cannot be'
             f" imported here ({error}); install torch, and pip install with --no-build-isolation"
         ) from error
-    return torch
 
 
 def uses_cuda(spec: OpSpec) -> bool:
@@ -86,15 +84,11 @@ def accepted(flags: Iterable[str]) -> list[str]:
     return [flag for flag in flags if not re.fullmatch(r"--?std=(c|gnu)\+\+(11|14|17)", flag)]
 
 
-def library_flags(spec: OpSpec) -> list[str]:
-    """Returns an op's own linker flags; apex's builders name libraries without ``-l``."""
-    extra: Iterable[str] = getattr(spec, "extra_ldflags", list)()
-    names = [*spec.libraries_args(), *extra]
-    return [name if name.startswith("-") or "/" in name else f"-l{name}" for name in names]
-
-
 def link_flags(spec: OpSpec) -> list[str]:
-    """Returns flags that link torch's libraries, with those for CUDA or HIP if the op uses them."""
+    """Returns the op's own flags, and those that link torch's libraries for what the op uses."""
+    extra: Iterable[str] = getattr(spec, "extra_ldflags", list)()
+    own = [*spec.libraries_args(), *extra]  # apex's builders name libraries without -l
+    own = [name if name.startswith("-") or "/" in name else f"-l{name}" for name in own]
     torch = installed_torch(spec.NAME)
     names = ["c10", "torch", "torch_cpu", "torch_python"]
     if uses_cuda(spec):
@@ -102,7 +96,7 @@ def link_flags(spec: OpSpec) -> list[str]:
             if version is not None:
                 names.extend([f"c10_{suffix}", f"torch_{suffix}"])
     folder = os.path.join(os.path.dirname(torch.__file__), "lib")
-    return [f"-L{folder}", *(f"-l{name}" for name in names)]
+    return [*own, f"-L{folder}", *(f"-l{name}" for name in names)]
 
 
 def include_paths(spec: OpSpec) -> list[str]:
@@ -115,16 +109,11 @@ def include_paths(spec: OpSpec) -> list[str]:
 
 def _cuda_include_paths() -> list[str]:
     """Returns the existing include folders of the CUDA toolkit, then of NVIDIA's wheels."""
-    folders: list[str] = []
-    try:
+    patterns = [os.path.join(path, "nvidia", "*", "include") for path in sys.path]
+    with contextlib.suppress(NvccNotFoundError):  # a .cu says so; C++ may do with the wheels
         home = toolchain.find_nvcc().home
-    except NvccNotFoundError:
-        pass  # a .cu says so; C++ alone may do with the wheels
-    else:
-        folders.append(os.path.join(home, "include"))
-        folders.extend(glob.glob(os.path.join(home, "targets", "*", "include")))
-    for path in sys.path:
-        folders.extend(sorted(glob.glob(os.path.join(path, "nvidia", "*", "include"))))
+        patterns[:0] = [f"{home}/include", f"{home}/targets/*/include"]
+    folders = [path for pattern in patterns for path in sorted(glob.glob(pattern))]
     # naming /usr/include breaks the C++ library's own include_next
     return [path for path in folders if path != "/usr/include" and os.path.isdir(path)]
 
@@ -137,8 +126,7 @@ def read_exports(texts: Iterable[str]) -> Exports:
         for found in _MODULE.finditer(code):
             module, m = found[1], found[2]
             functions.update(re.findall(rf'\b{m}\s*\.\s*def\s*\(\s*"(\w+)"', code))
-            values.update(re.findall(rf'\b{m}\s*\.\s*attr\s*\(\s*"(\w+)"', code))
-            values.update(re.findall(rf'\b{m}\s*\.\s*def_submodule\s*\(\s*"(\w+)"', code))
+            values.update(re.findall(rf'\b{m}\s*\.\s*(?:attr|def_submodule)\s*\(\s*"(\w+)"', code))
             # py::class_<T>(m, "T"), py::enum_<T> e(m, "T"), py::register_exception<T>(m, "T")
             values.update(re.findall(rf'>\s*\w*\s*\(\s*{m}\s*,\s*"(\w+)"', code))
     values = {name for name in values if not name.startswith("__")}
@@ -151,6 +139,5 @@ def exports(spec: OpSpec) -> Exports:
     found = read_exports(path.read_text(encoding="utf-8", errors="replace") for path in paths)
     if not spec.EXPORTS:
         return found
-    functions = [name for name in spec.EXPORTS if name not in found.values]
-    values = [name for name in spec.EXPORTS if name in found.values]
-    return Exports(found.module, tuple(functions), tuple(values))
+    functions = tuple(name for name in spec.EXPORTS if name not in found.values)
+    return Exports(found.module, functions, tuple(n for n in spec.EXPORTS if n in found.values))

@@ -74,18 +74,17 @@ def _query(program: str) -> Python:
 
 def _programs(version: str) -> list[str]:
     """Returns paths of interpreters of a version: on PATH, of pyenv, uv and manylinux images."""
-    name = f"python{version}"
-    tag = "cp" + version.rstrip("t").replace(".", "")
+    plain = version.rstrip("t")
+    tag = "cp" + plain.replace(".", "")
     pyenv = os.environ.get("PYENV_ROOT") or os.path.expanduser("~/.pyenv")
-    uv = os.path.expanduser("~/.local/share/uv/python")
-    patterns = [
-        f"{pyenv}/versions/{version}*/bin/{name}",
-        f"{uv}/cpython-{version}*/bin/{name}",
-        f"/opt/python/{tag}-{tag}{version[len(version.rstrip('t')) :]}/bin/{name}",
-    ]
-    on_path = shutil.which(name)
-    found = [path for pattern in patterns for path in sorted(glob.glob(pattern), reverse=True)]
-    return [*([on_path] if on_path else []), *found]
+    places = (
+        f"{pyenv}/versions/{version}*",
+        os.path.expanduser(f"~/.local/share/uv/python/cpython-{version}*"),
+        f"/opt/python/{tag}-{tag}{version.removeprefix(plain)}",
+    )
+    on_path = shutil.which(f"python{version}")
+    found = [sorted(glob.glob(f"{each}/bin/python{version}"), reverse=True) for each in places]
+    return [*([on_path] if on_path else []), *(path for paths in found for path in paths)]
 
 
 def _by_version(version: str) -> Python:
@@ -117,18 +116,16 @@ def _by_version(version: str) -> Python:
 
 def find(text: str) -> Python:
     """Returns the Python of a version such as "3.12", or of an interpreter's name or path."""
-    match = _VERSION.fullmatch(text)
-    if match is not None:
+    if match := _VERSION.fullmatch(text):
         if (3, int(match[1])) < OLDEST:
             raise SettingError(f"{VARIABLE}: apex_te needs Python 3.10 or later, got {text}")
         return _by_version(text)
-    program = shutil.which(text)
-    if program is None:
-        raise PythonNotFoundError(
-            f"{VARIABLE} names {text!r}, which is neither a version such as 3.12 nor a program;"
-            " several are separated by ;"
-        )
-    return _query(program)
+    if program := shutil.which(text):
+        return _query(program)
+    raise PythonNotFoundError(
+        f"{VARIABLE} names {text!r}, which is neither a version such as 3.12 nor a program;"
+        " several are separated by ;"
+    )
 
 
 def named() -> list[Python]:

@@ -13,16 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from ..errors import (
-    ArchError,
-    BuildError,
-    CompilerNotFoundError,
-    HeaderNotFoundError,
-    HipccNotFoundError,
-    NinjaNotFoundError,
-    NvccNotFoundError,
-    SettingError,
-)
+from .. import errors
 from ..platform import is_cross_compiling, machine, output_of
 
 _ONE_MACHINE = re.compile(r"-m(arch|cpu)=native")
@@ -50,7 +41,7 @@ _output = functools.cache(output_of)  # a command is run once
 
 
 def _passed_on(flag: str) -> list[str]:
-    """Splits a flag into those it hands on: ``-Xcompiler=-march=native,-O2`` hands on two."""
+    # -Xcompiler=-march=native,-O2 hands on two
     return flag.replace("=-", ",-").split(",")
 
 
@@ -60,10 +51,8 @@ def is_for_this_machine(flag: str) -> bool:
 
 
 def unfit_flag(words: Sequence[str]) -> str:
-    """Returns the first flag for one kind of CPU or relaxed arithmetic, with the reason, or "".
-
-    Flags of the environment are not in the key: processes without them would load the library.
-    """
+    """Returns the first flag for one kind of CPU or relaxed arithmetic, with the reason, or ""."""
+    # flags of the environment are not in the key: processes without them would load the library
     for flag in words:
         if is_for_this_machine(flag):
             return f"{flag} makes a library for this machine's CPU alone"
@@ -76,14 +65,15 @@ def unfit_flag(words: Sequence[str]) -> str:
 
 
 def _words(variable: str) -> list[str]:
-    """Splits an environment variable into words as a shell does."""
     text = os.environ.get(variable, "")
     try:
         words = shlex.split(text)
     except ValueError as error:
-        raise SettingError(f"{variable}={text!r} cannot be split into words: {error}") from None
+        raise errors.SettingError(
+            f"{variable}={text!r} cannot be split into words: {error}"
+        ) from None
     if reason := unfit_flag(words):
-        raise SettingError(
+        raise errors.SettingError(
             f"{variable}={text!r}: {reason}; a library in the cache or a package serves others, too"
         )
     return words
@@ -92,23 +82,18 @@ def _words(variable: str) -> list[str]:
 def find_cxx() -> list[str]:
     """Returns the C++ compiler's command: the words of ``CXX``, else a usual compiler on PATH."""
     named = _words("CXX")
-    whole = os.environ.get("CXX", "").strip()
-    if len(named) > 1 and os.path.isabs(whole) and shutil.which(whole):
-        named = [whole]  # a path with blanks
-    usual = ["g++", "c++", "clang++"]
+    whole = os.environ.get("CXX", "")
+    if len(named) > 1 and os.path.isabs(whole.strip()) and shutil.which(whole.strip()):
+        named = [whole.strip()]  # a path with blanks
+    usual, package = ["g++", "c++", "clang++"], "g++"
     if is_cross_compiling():
         usual = [f"{machine()}-linux-gnu-g++"]
-    for command in [named] if named else [[name] for name in usual]:
-        found = shutil.which(command[0])
-        if found:
-            return [found, *command[1:]]
-    package = "g++"
-    if is_cross_compiling():
         package = f"g++-{machine().replace('_', '-')}-linux-gnu"
-    detail = f"no {usual[0]} on PATH"
-    if named:
-        detail = f"CXX={os.environ['CXX']!r} is not a program on PATH"
-    raise CompilerNotFoundError(
+    for command in [named] if named else [[name] for name in usual]:
+        if found := shutil.which(command[0]):
+            return [found, *command[1:]]
+    detail = f"CXX={whole!r} is not a program on PATH" if named else f"no {usual[0]} on PATH"
+    raise errors.CompilerNotFoundError(
         f"no C++ compiler found: {detail}; install one (Debian and Ubuntu: apt install {package})"
     )
 
@@ -135,13 +120,10 @@ def nvcc_host_flags() -> list[str]:
         return []
     compiler, *flags = _without_launcher(find_cxx())
     # the suite's standard and level count, as they do for g++, which reads them last
-    kept = [flag for flag in flags if not re.match(r"-std=|-O\w*$", flag)]
-    return [f"-ccbin={compiler}", *map(_through_nvcc, kept)]
-
-
-def _through_nvcc(flag: str) -> str:
-    """Returns the flag of nvcc that hands ``flag`` on; nvcc splits it at commas for a shell."""
-    return "-Xcompiler=" + shlex.quote(flag).replace("\\", "\\\\").replace(",", "\\,")
+    kept = [shlex.quote(flag) for flag in flags if not re.match(r"-std=|-O\w*$", flag)]
+    # nvcc splits what it hands on at commas, for a shell
+    escaped = [flag.replace("\\", "\\\\").replace(",", "\\,") for flag in kept]
+    return [f"-ccbin={compiler}", *(f"-Xcompiler={flag}" for flag in escaped)]
 
 
 def cxx_version() -> str:
@@ -151,7 +133,6 @@ def cxx_version() -> str:
 
 
 def _in_home(home: str, program: str) -> Nvcc | None:
-    """Returns the compiler ``bin/<program>`` of the toolkit ``home``, None if it has none."""
     path = os.path.join(home, "bin", program)
     return Nvcc(path, home) if os.access(path, os.X_OK) and os.path.isfile(path) else None
 
@@ -161,19 +142,18 @@ def _find_toolkit(
     flags: Sequence[str],
     homes: Sequence[str],
     usual: Callable[[], Sequence[str]],
-    missing: Callable[[str], BuildError],
+    missing: Callable[[str], errors.BuildError],
     advice: str,
 ) -> Nvcc:
     """Returns a GPU compiler; a folder that the first variable of ``homes`` names must have it."""
     for variable in flags:
         _words(variable)
     for variable in homes:
-        home = os.environ.get(variable, "").strip(": \t")
-        found = _in_home(os.path.realpath(home), program) if home else None
-        if found:
-            return found
-        if home and variable == homes[0]:
-            raise missing(f"{variable}={home} holds no bin/{program}")
+        if home := os.environ.get(variable, "").strip(": \t"):
+            if found := _in_home(os.path.realpath(home), program):
+                return found
+            if variable == homes[0]:
+                raise missing(f"{variable}={home} holds no bin/{program}")
     if on_path := shutil.which(program):
         return Nvcc(on_path, os.path.dirname(os.path.dirname(os.path.realpath(on_path))))
     for home in usual():
@@ -185,13 +165,11 @@ def _find_toolkit(
 def _usual_cuda_homes() -> list[str]:
     """Returns the folders in which CUDA toolkits are usually installed, wheels first."""
     names = ("cu13", "cu12", "cuda_nvcc")
-    numbered = sorted(
-        glob.glob("/usr/local/cuda-*"),
-        key=lambda path: [int(part) for part in re.findall(r"\d+", path)],
-        reverse=True,
-    )
     wheels = [os.path.join(folder, "nvidia", name) for folder in sys.path for name in names]
-    return [*wheels, "/usr/local/cuda", *numbered]
+    numbered = sorted(
+        glob.glob("/usr/local/cuda-*"), key=lambda path: [*map(int, re.findall(r"\d+", path))]
+    )
+    return [*wheels, "/usr/local/cuda", *reversed(numbered)]
 
 
 CUDA_HOMES = ("APEX_TE_CUDA_HOME", "CUDA_HOME", "CUDA_PATH")
@@ -205,7 +183,7 @@ def find_nvcc() -> Nvcc:
         ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"),
         CUDA_HOMES,
         _usual_cuda_homes,
-        NvccNotFoundError,
+        errors.NvccNotFoundError,
         "no nvcc found, which compiles for CUDA tensors (CPU tensors work without it): install the"
         " CUDA toolkit or `pip install nvidia-cuda-nvcc`, or name its folder in APEX_TE_CUDA_HOME",
     )
@@ -218,7 +196,7 @@ def find_hipcc() -> Nvcc:
         ("HIPCC_COMPILE_FLAGS_APPEND", "HIPCC_LINK_FLAGS_APPEND"),
         ROCM_HOMES,
         lambda: ["/opt/rocm", *sorted(glob.glob("/opt/rocm-*"), reverse=True)],
-        HipccNotFoundError,
+        errors.HipccNotFoundError,
         "no hipcc found, which compiles for AMD GPUs (CPU tensors work without it): install ROCm's"
         " hipcc (Debian and Ubuntu: apt install hipcc), or name its folder in APEX_TE_ROCM_HOME",
     )
@@ -241,8 +219,7 @@ def nvcc_version(nvcc: Nvcc | None = None) -> str:
 
 def nvcc_major() -> int:
     """Returns the major version of nvcc, 0 if nvcc does not print one."""
-    match = re.search(r"(\d+)\.", nvcc_version())
-    return int(match[1]) if match else 0
+    return int((re.findall(r"(\d+)\.", nvcc_version()) or [0])[0])
 
 
 def check_archs(nvcc: Nvcc, numbers: Sequence[str]) -> None:
@@ -250,9 +227,9 @@ def check_archs(nvcc: Nvcc, numbers: Sequence[str]) -> None:
     known = set(re.findall(r"sm_(\d+)", _output(nvcc.path, "--list-gpu-code")))
     for number in (number.rstrip("af") for number in numbers):
         if known and number not in known:
-            names = ", ".join(f"{int(n) // 10}.{int(n) % 10}" for n in sorted(known, key=int))
-            raise ArchError(
-                f"unknown CUDA arch {int(number) // 10}.{number[-1]}"
+            names = ", ".join(f"{n[:-1]}.{n[-1]}" for n in sorted(known, key=int))
+            raise errors.ArchError(
+                f"unknown CUDA arch {number[:-1]}.{number[-1]}"
                 f" for {nvcc.path} ({nvcc_version(nvcc)}), which knows {names}"
             )
 
@@ -263,18 +240,18 @@ def find_ninja() -> str:
 
     spec = importlib.util.find_spec("ninja")
     if spec is not None and spec.origin is not None:
-        package = os.path.dirname(spec.origin)
-        for path in (
-            os.path.join(package, "data", "bin", "ninja"),
-            os.path.join(os.path.dirname(sys.executable or ""), "ninja"),
-            os.path.join(sysconfig.get_path("scripts"), "ninja"),
+        inside = os.path.join(os.path.dirname(spec.origin), "data", "bin")
+        for folder in (
+            inside,
+            os.path.dirname(sys.executable or ""),
+            sysconfig.get_path("scripts"),
         ):
+            path = os.path.join(folder, "ninja")
             if os.access(path, os.X_OK) and os.path.isfile(path):
                 return path
-    found = shutil.which("ninja")
-    if found is None:
-        raise NinjaNotFoundError("no ninja found, which drives the compilers: pip install ninja")
-    return found
+    if found := shutil.which("ninja"):
+        return found
+    raise errors.NinjaNotFoundError("no ninja found, which drives the compilers: pip install ninja")
 
 
 def python_include() -> str:
@@ -283,7 +260,7 @@ def python_include() -> str:
 
     folder = sysconfig.get_paths()["include"]
     if not os.path.isfile(os.path.join(folder, "Python.h")):
-        raise HeaderNotFoundError(
+        raise errors.HeaderNotFoundError(
             f"Python.h is not in {folder}: install Python's headers"
             f" (Debian and Ubuntu: apt install python3-dev; or python{sys.version_info[0]}."
             f"{sys.version_info[1]}-dev for another Python than the system's)"
@@ -298,14 +275,14 @@ def pybind11_include() -> str:
         folder = os.path.join(package, "include")
         if os.path.isfile(os.path.join(folder, "pybind11", "pybind11.h")):
             return folder
-    raise HeaderNotFoundError("pybind11's headers are missing: pip install pybind11")
+    raise errors.HeaderNotFoundError("pybind11's headers are missing: pip install pybind11")
 
 
 def pybind11_version() -> str:
     """Returns the version in pybind11's own header, "none" without pybind11."""
     try:
         path = os.path.join(pybind11_include(), "pybind11", "detail", "common.h")
-    except HeaderNotFoundError:
+    except errors.HeaderNotFoundError:
         return "none"
     with open(path, encoding="utf-8", errors="replace") as file:
         head = file.read(8192)
@@ -324,7 +301,7 @@ def find_header(header: str, package: str, nvcc: Nvcc) -> list[str]:
             include = os.path.join(folder, "nvidia", name, "include")
             if os.path.isfile(os.path.join(include, header)):
                 return [include]
-    raise HeaderNotFoundError(
+    raise errors.HeaderNotFoundError(
         f"{header} is neither in the CUDA toolkit {nvcc.home} nor in a wheel:"
         f" pip install nvidia-{package}"
     )

@@ -19,12 +19,8 @@ NEXT_TRY = (
 
 def store(path: str, error: CompileError, compiler: str) -> None:
     """Writes a compile error to a file in the folder of the library's key; ignores OSError."""
-    record = {
-        "message": str(error),
-        **{name: getattr(error, name) for name in _PARTS},
-        "compiler": compiler,
-        "time": time.time(),
-    }
+    record = {"message": str(error), **{name: getattr(error, name) for name in _PARTS}}
+    record |= {"compiler": compiler, "time": time.time()}
     temporary = f"{path}.{os.getpid()}"
     with contextlib.suppress(OSError):
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)

@@ -1,8 +1,6 @@
-"""Advice on a failed build or load, chosen by patterns in the messages of compilers and ld.so.
+"""Advice on a failed build or load, chosen by patterns in the messages of compilers and ld.so."""
 
-The patterns are the programs' own words: g++ and ld 12, clang 15 to 20, nvcc 11 to 13, hipcc 5,
-ninja, ld.so. Source lines that a compiler quotes start with a blank and never count.
-"""
+# of g++ and ld 12, clang 15 to 20, nvcc 11 to 13, hipcc 5, ninja, ld.so
 
 from __future__ import annotations
 
@@ -28,12 +26,12 @@ NO_PERMISSION = _line(
     r"Permission denied|Read-only file system|Operation not permitted"
     r"|could not open output file|output file '.*' could not be opened"
 )
-_KILLED = _line(
+KILLED = _line(
     r"\bKilled\b|died due to signal 9|\[code=137\]"
     r"|out of memory|cannot allocate memory|virtual memory exhausted|bad_alloc"
 )
 # not every fatal error's "compilation terminated."
-_STOPPED = _line(
+STOPPED = _line(
     r"(?-i:\bTerminated\b)|died due to signal|subcommand interrupted|interrupted by user"
     r"|Segmentation fault|internal compiler error|\bAborted\b"
 )
@@ -52,15 +50,13 @@ _ARCH = _line(
     r"Unsupported gpu architecture '(?:compute|sm|lto)_(?P<cuda>\d+[af]?)'"
     r"|(?:invalid target ID|unsupported HIP gpu architecture:?) '?(?P<hip>gfx\w+)"
 )
-_NOT_EXECUTABLE = re.compile(r"failed to map segment from shared object", _FLAGS)
-_DAMAGED = re.compile(
-    r"file too short|invalid ELF header|cannot read file data|ELF load command|wrong ELF class",
-    _FLAGS,
+NOT_EXECUTABLE = re.compile(r"failed to map segment from shared object", _FLAGS)
+_DAMAGED = (
+    r"file too short|invalid ELF header|cannot read file data|ELF load command|wrong ELF class"
 )
-_BROKEN = re.compile(rf"{_DAMAGED.pattern}|undefined symbol", _FLAGS)
-_OLD_SYSTEM = re.compile(
-    r"version [`'](?P<name>(?:GLIBC|GLIBCXX|CXXABI)_[\w.]+)' not found", _FLAGS
-)
+_BROKEN = re.compile(rf"{_DAMAGED}|undefined symbol", _FLAGS)
+_OLD_SYSTEM = r"version [`'](?:GLIBC|GLIBCXX|CXXABI)_[\w.]+' not found"
+REBUILT = re.compile(f"{_DAMAGED}|{_OLD_SYSTEM}", _FLAGS)  # what a library built here would not get
 
 _TOOLKIT = "the CUDA toolkit (install it, name its folder in APEX_TE_CUDA_HOME, or pip install {})"
 # the first pattern that matches a missing header's name says who has it
@@ -82,7 +78,6 @@ _HEADERS: tuple[tuple[str, str], ...] = (
 
 
 def _memory(_: re.Match[str]) -> str:
-    """Returns advice for a compiler that was killed by the OOM killer."""
     free = resources.free_memory()
     known = f"; {free >> 20} MiB are free now" if free is not None else ""
     return (
@@ -93,7 +88,6 @@ def _memory(_: re.Match[str]) -> str:
 
 
 def _header(match: re.Match[str]) -> str:
-    """Returns advice for a missing header: the package to install, or to set ``CPATH``."""
     name = match["host"] or match["device"]
     for pattern, owner in _HEADERS:
         if re.fullmatch(pattern, name):
@@ -105,7 +99,6 @@ def _header(match: re.Match[str]) -> str:
 
 
 def _arch(match: re.Match[str]) -> str:
-    """Returns advice for a compiler that does not know an arch."""
     if match["hip"]:
         return f"this hipcc does not know {match['hip']}: name another arch, or use a newer ROCm"
     digits = re.sub(r"\D", "", match["cuda"])
@@ -118,7 +111,7 @@ def _arch(match: re.Match[str]) -> str:
 # pattern -> advice, as text with the names of the pattern's groups in braces, or made of the match
 _Rules = dict[re.Pattern[str], str | Callable[[re.Match[str]], str]]
 _BUILD_RULES: _Rules = {
-    _KILLED: _memory,
+    KILLED: _memory,
     _CRASHED: "the compiler crashed: try once more, or another one (CXX)",
     _HOST_GCC: (
         "nvcc takes g++ up to {limit}: install g++-{limit} and set CXX=g++-{limit}, or use a newer"
@@ -137,7 +130,7 @@ _BUILD_RULES: _Rules = {
     ),
 }
 _LOAD_RULES: _Rules = {
-    _NOT_EXECUTABLE: (
+    NOT_EXECUTABLE: (
         "the library lies on a file system mounted noexec: set APEX_TE_CACHE_DIR to a folder on"
         " another one"
     ),
@@ -145,7 +138,7 @@ _LOAD_RULES: _Rules = {
         "the compiler left a broken library: remove it and build it again"
         " (python -m apex_te clean <op>, then build <op>)"
     ),
-    _OLD_SYSTEM: (
+    re.compile(_OLD_SYSTEM, _FLAGS): (
         "the library was built on a newer system than this one: build it here"
         " (python -m apex_te clean <op>, then build <op>), or prebuild on the older system"
     ),
@@ -153,16 +146,10 @@ _LOAD_RULES: _Rules = {
 
 
 def _first(rules: _Rules, text: str) -> str:
-    """Returns the advice of the first rule whose pattern is found in ``text``, "" if none is."""
     for pattern, advice in rules.items():
         if match := pattern.search(text):
             return advice.format(**match.groupdict()) if isinstance(advice, str) else advice(match)
     return ""
-
-
-def was_stopped(output: str) -> bool:
-    """Returns True if a signal, compiler crash or lack of memory, not the sources, is to blame."""
-    return bool(_KILLED.search(output) or _STOPPED.search(output))
 
 
 def building(output: str) -> str:
@@ -173,16 +160,6 @@ def building(output: str) -> str:
 def loading(text: str) -> str:
     """Returns advice on the message of a failed dlopen, "" if there is none for it."""
     return _first(_LOAD_RULES, text)
-
-
-def is_not_executable(text: str) -> bool:
-    """Returns True if dlopen's message ``text`` says that the file system is mounted noexec."""
-    return bool(_NOT_EXECUTABLE.search(text))
-
-
-def rebuild_helps(text: str) -> bool:
-    """Returns True if a library built here would not get dlopen's message ``text``."""
-    return bool(_DAMAGED.search(text) or _OLD_SYSTEM.search(text))
 
 
 def load_error(

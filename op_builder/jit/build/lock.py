@@ -21,6 +21,7 @@ from ..text import tell
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 # what file systems without locks answer: NFS without lockd, Lustre without -o flock, some FUSE
 _UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+_VANISHED = (errno.ENOENT, errno.ESTALE)
 _ATTEMPTS = 20
 _MARK = "alive"
 _MAKER = re.compile(r"\.(?P<kernel>[0-9a-f]{8})-(?P<pid>\d+)-(?P<started>\d+)-\w+$")
@@ -46,20 +47,18 @@ os.register_at_fork(before=_guard.acquire, after_in_parent=_guard.release, after
 def _release(fd: int) -> None:
     """Unlocks and closes a lock's descriptor; does nothing in a forked child of the holder."""
     with _guard:
-        if fd not in _held:
-            return  # this is a forked child
-        _held.discard(fd)
-        with contextlib.suppress(OSError):
-            fcntl.flock(fd, fcntl.LOCK_UN)  # a child of a C library's fork may have a copy
-        os.close(fd)
+        if fd in _held:
+            _held.discard(fd)
+            with contextlib.suppress(OSError):
+                fcntl.flock(fd, fcntl.LOCK_UN)  # a child of a C library's fork may have a copy
+            os.close(fd)
 
 
 def _is_named(fd: int, path: str) -> bool:
-    """Returns True if ``path`` still names the file that is open as ``fd``."""
     try:
         return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(fd))
     except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.ESTALE):
+        if error.errno not in _VANISHED:
             raise
         return False
 
@@ -71,7 +70,7 @@ def _try_lock(path: str, locked: list[int]) -> bool:
             try:
                 fd = os.open(path, _FLAGS, 0o600)
             except OSError as error:
-                if error.errno not in (errno.ENOENT, errno.ESTALE):
+                if error.errno not in _VANISHED:
                     raise
                 cache.make_private(os.path.dirname(path))  # a clean-up removed the folder
                 continue
@@ -211,25 +210,20 @@ def _wait_elsewhere(
     """Waits for a lock in ``XDG_RUNTIME_DIR`` instead, and warns; without one takes no lock."""
     text = f"file locks do not work in {os.path.dirname(path)} ({problem.strerror})"
     session = cache.runtime_cache()
-    try:
+    with contextlib.suppress(OSError, CacheError):  # no lock at all, then
         if session is not None:
             cache.prepare(session, cache.LOCKS)
             local = os.path.join(session.path, cache.LOCKS, os.path.basename(path))
             cache.warn_once(f"{text}: only the processes of this machine share a build")
             _wait(local, what, timeout, locked)
             return
-    except (OSError, CacheError):
-        pass  # no lock at all, then
     cache.warn_once(f"{text}: processes that start together may each build")
 
 
 @contextlib.contextmanager
 def held(path: str, what: str, timeout: float, doing: str = "building") -> Iterator[bool]:
-    """Holds the lock file ``path`` while the block runs; waits ``timeout`` seconds for its holder.
-
-    Yields False on a file system without locks, where two processes may build, and the one rename
-    that publishes an entry still keeps it whole; else True.
-    """
+    """Holds a lock file; yields False on a file system without locks, where two may build."""
+    # then the one rename that publishes an entry still keeps it whole
     locked: list[int] = []
     try:
         alone = True

@@ -12,15 +12,9 @@ import subprocess
 import threading
 from collections.abc import Iterator, Sequence
 
+from .. import errors
 from ..backends.library import Step
 from ..backends.toolchain import find_ninja
-from ..errors import (
-    BuildError,
-    BuildInterruptedError,
-    CompileError,
-    DiskFullError,
-    NoPermissionError,
-)
 from ..platform import python_program
 from . import failure, hints, resources
 from .progress import Progress
@@ -42,13 +36,7 @@ os.register_at_fork(
 )
 
 
-def _escape(path: str) -> str:
-    """Returns a path as build.ninja writes it."""
-    return path.replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
-
-
 def _check_paths(what: str, folder: str, steps: Sequence[Step]) -> None:
-    """Refuses paths with characters that ninja, a shell or nvcc cannot handle."""
     sources = [path for step in steps for path in step.inputs if not path.startswith(folder)]
     with_nvcc = any(os.path.basename(step.command[0]) == "nvcc" for step in steps)
     refused = _REFUSED_BY_NVCC if with_nvcc else ""
@@ -56,10 +44,14 @@ def _check_paths(what: str, folder: str, steps: Sequence[Step]) -> None:
         unfit = next((c for c in path if not c.isprintable() or c in refused), None)
         if unfit is not None:
             advice = "; name another folder with APEX_TE_CACHE_DIR" if path is folder else ""
-            raise BuildError(
+            raise errors.BuildError(
                 f"{what}: a path of a build must not have the character {unfit!r}, got"
                 f" {path!r}{advice}"
             )
+
+
+def _escape(path: str) -> str:
+    return path.replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
 
 
 def write_graph(folder: str, steps: Sequence[Step]) -> None:
@@ -90,23 +82,14 @@ def first_error(output: str) -> str:
     return first_line(output, _DIAGNOSTIC)
 
 
-def _failed_command(output: str) -> str:
-    """Returns the first command that ninja says has failed, "" if it names none."""
-    lines = iter(output.splitlines())
-    for line in lines:
-        if line.startswith("FAILED:"):
-            return next(lines, "").strip()
-    return ""
-
-
-def disk_full(what: str, folder: str, detail: str = "") -> DiskFullError:
+def disk_full(what: str, folder: str, detail: str = "") -> errors.DiskFullError:
     """Returns an error that says how many bytes are free on a full disk."""
     free = "an unknown number of"
     with contextlib.suppress(OSError):
         status = os.statvfs(folder)
         free = str(status.f_bavail * status.f_frsize)
     hint = f" ({detail})" if detail else ""
-    return DiskFullError(
+    return errors.DiskFullError(
         f"{what}: no space to build in {folder}, {free} bytes free{hint};"
         " free some or name another folder with APEX_TE_CACHE_DIR"
     )
@@ -114,7 +97,7 @@ def disk_full(what: str, folder: str, detail: str = "") -> DiskFullError:
 
 @contextlib.contextmanager
 def disk_errors(what: str, folder: str) -> Iterator[None]:
-    """Turns the ``OSError`` of a full disk or a refused access into a ``BuildError``."""
+    """Turns the ``OSError`` of a full disk or a refused access into a ``errors.BuildError``."""
     try:
         yield
     except OSError as error:
@@ -122,32 +105,27 @@ def disk_errors(what: str, folder: str) -> Iterator[None]:
             raise disk_full(what, folder, error.strerror or "") from None
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             text = f"{error.filename or folder}: {error.strerror}"
-            raise NoPermissionError(f"{what}: {_details(text, hints.building(text))}") from None
+            raise errors.NoPermissionError(
+                f"{what}: {_details(text, hints.building(text))}"
+            ) from None
         raise
 
 
 class _Watch:
-    """Shell process that stops ninja, and so the compilers, if this process dies in any way.
+    """Shell process that stops ninja, and so the compilers, if this process dies in any way."""
 
-    A process that a signal kills cannot stop ninja, which is in a session of its own. The shell
-    reads a pipe whose other end this process holds: it ends with a line when ninja is done, without
-    one when this process has died. ``pipe`` is -1 once closed.
-    """
-
+    # its input, a pipe that this process holds, ends without a line if this process has died
     _SCRIPT = 'read -r done || kill -TERM "$1"'
 
     def __init__(self, ninja: int) -> None:
-        """Starts the shell for the ninja with process id ``ninja``."""
         self.process: subprocess.Popen[bytes] | None = None
         reading, self.pipe = os.pipe()
+        command = ["/bin/sh", "-c", self._SCRIPT, "sh", str(ninja)]
         try:
             self.process = subprocess.Popen(
-                ["/bin/sh", "-c", self._SCRIPT, "sh", str(ninja)],
-                stdin=reading,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
+                command, stdin=reading, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                 start_new_session=True,
-            )
+            )  # fmt: skip
             _watches.add(self)
         except OSError:  # there are no processes left; the build goes on
             self.forget()
@@ -185,7 +163,6 @@ os.register_at_fork(after_in_child=_forked)
 
 
 def _stop(process: subprocess.Popen[str]) -> None:
-    """Ends ninja and its compilers, by force after 5 s."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
     try:
@@ -207,14 +184,6 @@ def stop_all() -> bool:
     return bool(running)
 
 
-def _finished(lines: Sequence[str], steps: int) -> bool:
-    """Returns True if ninja's output says that all steps are done and none failed."""
-    # the exit status does not tell: Python reports 0 if the program ignores SIGCHLD or waits itself
-    last = f"[{steps}/{steps}] "
-    failed = any(line.startswith("FAILED: ") for line in lines)
-    return not failed and any(line.startswith(last) for line in lines)
-
-
 # Becomes ninja with the signals that Python or its parent ignores as a program expects them.
 _DEFAULT_SIGNALS = """
 import os, signal, sys
@@ -225,7 +194,6 @@ os.execv(sys.argv[1], sys.argv[1:])
 
 
 def _ignores_children() -> bool:
-    """Returns True if this process ignores SIGCHLD, which a program that it starts inherits."""
     with contextlib.suppress(OSError, ValueError), open("/proc/self/status", "rb") as file:
         for line in file:
             if line.startswith(b"SigIgn:"):
@@ -234,7 +202,6 @@ def _ignores_children() -> bool:
 
 
 def _start(command: list[str], folder: str) -> tuple[subprocess.Popen[str], _Watch]:
-    """Starts ninja in ``folder`` and the shell that stops it if this process dies."""
     # LC_ALL: messages are searched for "error:"; TMPDIR: a killed build leaves nothing elsewhere
     if _ignores_children() and (python := python_program()) is not None:
         # ninja before 1.12 and some compilers never see their children end
@@ -285,12 +252,14 @@ def run(
             _running.discard(process)
             process.stdout.close()
             watch.end()
-        if process.returncode != 0 or not _finished(lines, len(steps)):
+        # the exit status is lost if the program ignores SIGCHLD or waits itself
+        done = any(line.startswith(f"[{len(steps)}/{len(steps)}] ") for line in lines)
+        failed = any(line.startswith("FAILED: ") for line in lines)
+        if process.returncode != 0 or failed or not done:
             _raise_failure(what, folder, "".join(lines), process.returncode, log)
 
 
 def _details(error: str, hint: str, command: str = "", log: str = "", next_try: str = "") -> str:
-    """Returns the text of a build's error: a first line, and indented lines for what is known."""
     more = {"hint": hint, "command": command, "log": log, "next try": next_try}
     return "\n".join([error, *(f"  {name}: {text}" for name, text in more.items() if text)])
 
@@ -303,17 +272,24 @@ def _raise_failure(what: str, folder: str, output: str, code: int, log: str) -> 
         file.write(output)
     if code < 0:  # a signal for ninja itself, in its own way of telling
         output += f"[code={128 - code}]"
-    error, command, hint = first_error(output), _failed_command(output), hints.building(output)
-    if code < 0 or code in (130, 137, 143) or hints.was_stopped(output):
+    error, hint = first_error(output), hints.building(output)
+    failed = re.search(r"^FAILED:.*\n(.*)", output, re.MULTILINE)
+    command = failed[1].strip() if failed else ""
+    if (
+        code < 0
+        or code in (130, 137, 143)
+        or hints.KILLED.search(output)
+        or hints.STOPPED.search(output)
+    ):
         what_for = "the build was stopped before the compiler could finish: "
     elif hints.NO_PERMISSION.search(error or output):
         error = error or first_line(output, hints.NO_PERMISSION)
-        raise NoPermissionError(f"{what}: {_details(error, hint, command, log)}")
+        raise errors.NoPermissionError(f"{what}: {_details(error, hint, command, log)}")
     elif error:
         text = _details(error, hint, command, log, failure.NEXT_TRY)
-        raise CompileError(f"{what}: {text}", error, command, log, hint)
+        raise errors.CompileError(f"{what}: {text}", error, command, log, hint)
     else:
         what_for = "the build failed without a compiler's message: "
     last = " / ".join(line.strip() for line in output.strip().splitlines()[-3:])[:_LONGEST_LINE]
     text = _details(f"{error or last} (ninja returned {code})", hint, command, log)
-    raise BuildInterruptedError(f"{what}: {what_for}{text}")
+    raise errors.BuildInterruptedError(f"{what}: {what_for}{text}")

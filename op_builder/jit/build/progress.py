@@ -57,22 +57,15 @@ class _Screen:
             self._drawn = len(live)
 
     def _erase(self) -> str:
-        """Returns the control characters that erase the lines drawn last."""
-        if not self._drawn:
-            return ""
-        return "\r" + "\033[A" * (self._drawn - 1) + "\033[J"
+        return "\r" + "\033[A" * (self._drawn - 1) + "\033[J" if self._drawn else ""
 
     def _lines(self) -> list[str]:
         """Returns the live lines as they are now, cut to the terminal's width."""
-        builds = [build for build in self._builds if build.live]
-        if not builds:
-            return []
         width = max(20, shutil.get_terminal_size().columns - 1)
-        lines = [build.line()[:width] for build in builds]
+        lines = [build.line()[:width] for build in self._builds if build.live]
         return [f"{line}\n" for line in lines[:-1]] + lines[-1:]
 
     def _run(self, wake: threading.Event) -> None:
-        """Draws the lines five times a second until ``wake`` is set; the thread's function."""
         while not wake.wait(_PAUSE):
             with self._lock, contextlib.suppress(Exception):
                 if wake.is_set():
@@ -121,14 +114,12 @@ class Progress:
 
     def line(self) -> str:
         """Returns the duration, first since narrow terminals cut the end, step and count."""
-        seconds = time.monotonic() - self._start
-        known = self._estimate
-        if known is None:
-            spent = f"{seconds:.1f} s"
-        elif seconds <= known:
-            spent = f"{seconds:.1f} of about {known:.0f} s"
-        else:
-            spent = f"{seconds:.1f} s, last time {known:.0f} s"
+        seconds, known = time.monotonic() - self._start, self._estimate
+        spent = f"{seconds:.1f} s"
+        if known is not None:
+            in_time = seconds <= known
+            spent = f"{seconds:.1f} of about {known:.0f} s" if in_time else spent
+            spent += "" if in_time else f", last time {known:.0f} s"
         step = self._left[0] if self._left else "publishing"
         done = self._total - len(self._left)
         return f"apex_te: building {self.what}, {spent}: {step} ({done}/{self._total} done)"
@@ -146,9 +137,7 @@ class Progress:
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         _screen.remove(self)
-        seconds = time.monotonic() - self._start
-        if kind is None:
-            end = "built in"
-        else:
+        end = "built in"
+        if kind is not None:
             end = "failed after" if issubclass(kind, Exception) else "interrupted after"
-        self.say(f"apex_te: {self.what}: {end} {seconds:.1f} s\n")
+        self.say(f"apex_te: {self.what}: {end} {time.monotonic() - self._start:.1f} s\n")

@@ -18,14 +18,14 @@ from typing import NamedTuple
 from ...spec import OpSpec
 from ..backends.archs import Arch, Capability
 from ..backends.library import build_steps, cpu_features, key_flags
-from ..errors import BuildInterruptedError, CompileError, UnknownOpError
+from ..errors import BuildInterruptedError, CacheError, CompileError, UnknownOpError
 from ..find import cache, inventory
 from ..find.cache import Folder, OpenedLibrary, open_entry, open_folder, warn_once
 from ..find.elf import file_problem, needed_glibc
 from ..find.key import key_of, made_of
 from ..platform import is_cross_compiling, python_program
 from . import ninja
-from .hints import is_not_executable
+from .hints import NOT_EXECUTABLE
 from .lock import builder_name, is_abandoned, is_free, marked
 
 # a rename that lost against another builder's, and what a network file system may answer in passing
@@ -98,23 +98,11 @@ class Vanished(BuildInterruptedError):
 
 
 def _sync(fd: int) -> None:
-    """Writes a file's content through to the disk, if its file system can."""
     try:
         os.fsync(fd)
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
             raise
-
-
-def _sync_folder(path: str) -> None:
-    """Writes a folder's list of files through to the disk (``fsync``), and ignores errors."""
-    # without it, a crash can lose a whole cache entry, but never leaves a broken one
-    with contextlib.suppress(OSError):
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            _sync(fd)
-        finally:
-            os.close(fd)
 
 
 def remove_leftovers(root: str, name: str) -> None:
@@ -133,7 +121,6 @@ def remove_leftovers(root: str, name: str) -> None:
 def _write_entry(
     entry: Folder, library: int, request: Request, seconds: float, commands: list[str]
 ) -> None:
-    """Writes the manifest beside a library just compiled, and both through to the disk."""
     with open(library, "rb", closefd=False) as file:
         file.seek(0)
         content = file.read()
@@ -154,9 +141,8 @@ def _write_entry(
         "sha256": hashlib.sha256(content).hexdigest(),
         "time": int(time.time()),
     }
-    fd = os.open(
-        cache.MANIFEST, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, dir_fd=entry.fd
-    )
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    fd = os.open(cache.MANIFEST, flags, dir_fd=entry.fd)
     with open(fd, "w", encoding="utf-8") as file:
         json.dump(manifest, file, indent=1)
         file.flush()
@@ -182,12 +168,7 @@ def _open_linked(entry: Folder, name: str) -> int:
 def _publish(
     entry: str, target: str, folder: str, winner: Callable[[], OpenedLibrary | None]
 ) -> OpenedLibrary | None:
-    """Renames the new entry to its place, unless another builder has put a valid one there.
-
-    That builder's library, which ``winner`` opens, is returned, else None. An invalid entry in the
-    place is moved away. If all attempts fail, only this process has the library; a warning says so.
-    """
-    problem = None
+    """Renames the new entry to its place, or returns what ``winner`` opens of another builder."""
     for attempt in range(_ATTEMPTS):
         try:
             os.rename(entry, target)
@@ -202,8 +183,7 @@ def _publish(
             time.sleep(0.02 * 2**attempt)
             cache.make_private(os.path.dirname(target))
             continue
-        found = winner()
-        if found is not None:
+        if found := winner():
             return found
         with contextlib.suppress(OSError):
             os.rename(target, os.path.join(folder, f"replaced-{attempt}"))
@@ -228,7 +208,7 @@ def _load_problem(fd: int, expected: list[str]) -> str:
     answer = done.stdout.strip().removeprefix(f"{path}: ")
     # The exit status can be lost in a program that ignores SIGCHLD; the word cannot. A file system
     # that is mounted noexec is not the library's fault; loading it says so with advice.
-    if answer == "ok" or is_not_executable(answer):
+    if answer == "ok" or NOT_EXECUTABLE.search(answer):
         return ""
     return answer or f"loading it ended a process with status {done.returncode}"
 
@@ -247,7 +227,6 @@ def library_problem(spec: OpSpec, device: str, fd: int) -> str:
 
 
 def _compile(request: Request, location: cache.Location, parent: str, folder: str) -> OpenedLibrary:
-    """Compiles and checks a library and writes its manifest."""
     entry = os.path.join(folder, "entry")
     os.mkdir(entry, 0o755)
     os.chmod(entry, 0o755)
@@ -294,7 +273,10 @@ def build(
             mine = _compile(request, location, parent, folder)
             target = os.path.join(parent, request.tag)
             other = _publish(os.path.join(folder, "entry"), target, folder, winner)
-            _sync_folder(parent)
+            # else a crash can lose a whole cache entry, but never leaves a broken one
+            place = cache.Location(parent, True, location.kind)
+            with contextlib.suppress(OSError, CacheError), open_folder(place) as opened:
+                _sync(opened.fd)
     except (CompileError, BuildInterruptedError, OSError) as error:
         # files go one by one: a compiler may miss one of them before the folder itself is gone
         rest = (".",) if isinstance(error, OSError) else ("entry", "build.ninja")

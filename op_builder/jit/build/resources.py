@@ -25,7 +25,6 @@ def _number(text: str) -> int | None:
 
 
 def _stat(text: str, name: str) -> int:
-    """Returns the number behind ``name`` in lines of "name number", 0 without such a line."""
     found = re.search(rf"^{name} (.*)", text, re.MULTILINE)
     return (_number(found[1]) or 0) if found else 0
 
@@ -57,7 +56,6 @@ def _groups(controller: str) -> Iterator[str]:
 
 
 def _cpu_limits() -> Iterator[float]:
-    """Yields the number of CPUs that each control group allows."""
     for folder in _groups("2"):
         quota, _, period = text_of(f"{folder}/cpu.max").partition(" ")
         if (limit := _number(quota)) is not None:
@@ -93,16 +91,14 @@ def _memory_limits() -> Iterator[int]:
 
 def free_memory() -> int | None:
     """Returns the bytes of memory that are free for a build, None if the system does not tell."""
-    known = list(_memory_limits())
-    if available := re.search(r"^MemAvailable: *(\d+)", text_of(_MEMINFO), re.MULTILINE):
-        known.append(int(available[1]) << 10)
+    available = re.search(r"^MemAvailable: *(\d+)", text_of(_MEMINFO), re.MULTILINE)
+    known = [*_memory_limits(), *([int(available[1]) << 10] if available else [])]
     return max(0, min(known)) if known else None
 
 
 def jobs() -> int:
     """Returns the number of compilers that CPUs, free memory and ``MAX_JOBS`` allow, at least 1."""
-    count = cpus()
-    memory = free_memory()
+    count, memory = cpus(), free_memory()
     if memory is not None:
         count = min(count, memory // BYTES_PER_JOB)
     return max(1, min(count, env.number("MAX_JOBS", count or 1)))

@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, TypeVar
 
 from ...spec import OpSpec
-from .. import env
+from .. import env, errors
 from ..backends import library
 from ..backends.archs import (
     Arch,
@@ -25,14 +25,6 @@ from ..backends.archs import (
     visible_capabilities,
 )
 from ..backends.pybind import installed_torch
-from ..errors import (
-    BuildError,
-    CompileError,
-    DuplicateOpError,
-    JitDisabledError,
-    ReentrantLoadError,
-    build_errors,
-)
 from ..find import cache
 from ..find.cache import OpenedLibrary, look_up, refused, wanted_archs
 from ..find.inventory import why_missing
@@ -52,7 +44,7 @@ class _Turn:
         self.lock = threading.Lock()
         self.owner: int | None = None
         self.failures = 0
-        self.error = BuildError()
+        self.error = errors.BuildError()
         self.asked: tuple[Capability | None, bool] = (None, False)
 
 
@@ -60,17 +52,6 @@ _Identity = tuple[str, str, str]
 _opened: dict[_Identity, list[OpenedLibrary]] = {}
 _built: set[tuple[int, int]] = set()  # files that this process has built or waited for
 _turns: dict[_Identity, _Turn] = {}
-
-
-def _disabled(spec: OpSpec, device: str) -> JitDisabledError:
-    """Returns the error for a missing library that ``APEX_TE_DISABLE_JIT`` forbids to compile."""
-    command = f"python -m apex_te build --ops {spec.NAME} --device {device}"
-    note = why_missing(spec)
-    return JitDisabledError(
-        f"{spec.NAME} ({device}): no library is prebuilt or cached, and APEX_TE_DISABLE_JIT"
-        f" forbids building it; install with `{spec.BUILD_VAR}=1 pip install .`,"
-        f" or fill the cache with `APEX_TE_DISABLE_JIT=0 {command}`{note and '; ' + note}"
-    )
 
 
 def build(
@@ -87,15 +68,20 @@ def build(
 ) -> OpenedLibrary:
     """Compiles and publishes a library, unless a cache holds it once the lock is taken.
 
-    ``force`` compiles even then. Else a compile error stored since 60 s before ``started`` is
-    raised instead; with ``APEX_TE_JIT_RETRY`` only one stored since ``started`` (seconds since the
-    epoch).
+    Raises instead a compile error stored up to 60 s before ``started``, in seconds since the epoch;
+    with ``APEX_TE_JIT_RETRY`` only one stored later. ``force`` compiles in any case.
     """
     from .ninja import disk_errors
     from .publish import Request, Vanished
 
     if env.jit_disabled():
-        raise _disabled(spec, device)
+        command = f"python -m apex_te build --ops {spec.NAME} --device {device}"
+        note = why_missing(spec)
+        raise errors.JitDisabledError(
+            f"{spec.NAME} ({device}): no library is prebuilt or cached, and APEX_TE_DISABLE_JIT"
+            f" forbids building it; install with `{spec.BUILD_VAR}=1 pip install .`,"
+            f" or fill the cache with `APEX_TE_DISABLE_JIT=0 {command}`{note and '; ' + note}"
+        )
     started = time.time() if started is None else started
     archs = wanted_archs(spec, device, capability) if archs is None else archs
     compiler = library.compiler_version(spec, device, archs)
@@ -118,7 +104,7 @@ def build(
             cache.prepare(target, *inside)
         return _build_in(target, request)
     except OSError as error:
-        raise BuildError(f"{request.what}: cannot be built: {error}") from error
+        raise errors.BuildError(f"{request.what}: cannot be built: {error}") from error
 
 
 def _build_in(target: cache.Location, request: Request) -> OpenedLibrary:
@@ -161,7 +147,7 @@ def _build_in(target: cache.Location, request: Request) -> OpenedLibrary:
             publish.remove_leftovers(target.path, request.folder)
         try:
             built = publish.build(request, target, published)
-        except CompileError as error:
+        except errors.CompileError as error:
             failure.store(failed, error, request.compiler)
             raise
         failure.forget(failed)
@@ -169,7 +155,6 @@ def _build_in(target: cache.Location, request: Request) -> OpenedLibrary:
 
 
 def _kept(identity: _Identity, capability: Capability | None) -> OpenedLibrary | None:
-    """Returns a library that this process has opened and that serves ``capability``, or None."""
     for opened in _opened.get(identity, ()):
         serves = capability is None or not opened.archs or covered(opened.archs, capability)
         if serves and opened.is_open():
@@ -193,9 +178,8 @@ def open_library(
     turn = _turns.setdefault(identity, _Turn())
     me = threading.get_ident()
     if turn.owner == me:
-        raise ReentrantLoadError(
-            f"{spec.NAME} ({device}): loading it asked for the same library again"
-        )
+        what = f"{spec.NAME} ({device})"
+        raise errors.ReentrantLoadError(f"{what}: loading it asked for the same library again")
     failures = turn.failures
     with turn.lock:
         try:
@@ -204,7 +188,7 @@ def open_library(
                 return kept
             if turn.failures != failures and turn.asked == asked:
                 raise copy.copy(turn.error)
-            with build_errors(f"{spec.NAME} ({device})"):
+            with errors.build_errors(f"{spec.NAME} ({device})"):
                 spec.check_device(device)
                 if capability is None and spec.needs_archs(device):
                     devices = initialised_capabilities()
@@ -215,7 +199,7 @@ def open_library(
                     _built.add(opened_now.file)
             _opened.setdefault(identity, []).insert(0, opened_now)
             return opened_now
-        except BuildError as error:
+        except errors.BuildError as error:
             # a copy: the original holds the frames of this thread
             turn.error, turn.asked = copy.copy(error), asked
             turn.failures += 1
@@ -237,16 +221,15 @@ def load_library(
     opened = open_library(spec, device, capability, force=force, verbose=verbose)
     try:
         return _used(spec, device, opened, use)
-    except ImportError as error:
+    except ImportError as problem:
         if opened.file not in refused:
             raise
-        problem = error
-    for known in _opened.values():
-        known[:] = [each for each in known if each.file != opened.file]
-    try:
-        opened = open_library(spec, device, capability, verbose=verbose)
-    except BuildError as error:
-        raise problem from error
+        for known in _opened.values():
+            known[:] = [each for each in known if each.file != opened.file]
+        try:
+            opened = open_library(spec, device, capability, verbose=verbose)
+        except errors.BuildError as error:
+            raise problem from error
     return _used(spec, device, opened, use)
 
 
@@ -255,12 +238,12 @@ def _used(
 ) -> _T:
     """Returns what ``use`` returns; adds a library to ``refused`` if another build may load."""
     try:
-        with build_errors(f"{spec.NAME} ({device})"):
+        with errors.build_errors(f"{spec.NAME} ({device})"):
             return use(opened)
     except ImportError as error:
         from . import hints  # here, because importing it takes a while
 
-        if opened.file not in _built and hints.rebuild_helps(str(error)):
+        if opened.file not in _built and hints.REBUILT.search(str(error)):
             refused[opened.file] = str(error)
         raise hints.load_error(spec.NAME, opened.path, error, spec.BINDING == "pybind11") from None
 
@@ -281,7 +264,6 @@ _extensions: dict[str, tuple[OpSpec, ModuleType]] = {}
 
 
 def _refuse_taken(spec: OpSpec, name: str) -> None:
-    """Checks that the import name of an extension is not that of another module."""
     module = sys.modules.get(name)
     found = None
     if module is None:
@@ -303,7 +285,7 @@ def load_extension(spec: OpSpec, force: bool = False, verbose: bool = False) -> 
     with _import_lock:
         known = _extensions.get(name)
         if known is not None and known[0].root != spec.root:
-            raise DuplicateOpError(
+            raise errors.DuplicateOpError(
                 f"{name}: extensions of {known[0].root} and of {spec.root} have the same name"
             )
         if known is not None and not force:
@@ -327,12 +309,11 @@ def load_extension(spec: OpSpec, force: bool = False, verbose: bool = False) -> 
         except ImportError as error:
             if before is not None:
                 sys.modules[name] = before
-            raise ImportError(
+            text = (
                 f"{error} (the module cannot be imported: PYBIND11_MODULE must name"
-                f" TORCH_EXTENSION_NAME or {spec.NAME}; libraries_args() adds libraries to link)",
-                name=name,
-                path=error.path,
-            ) from error
+                f" TORCH_EXTENSION_NAME or {spec.NAME}; libraries_args() adds libraries to link)"
+            )
+            raise ImportError(text, name=name, path=error.path) from error
         _extensions[name] = (spec, module)
         return module
 

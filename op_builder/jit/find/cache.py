@@ -35,17 +35,15 @@ _LARGEST_TEXT = 1 << 20
 _PART = 1 << 18
 MANIFEST = "manifest.json"
 CPU_ENTRY = "cpu"
+Gpu = Capability | None  # that a library must run on
 
 
 class Location(NamedTuple):
-    """A cache folder of ``kind`` "prebuilt", "cache" (the user's) or "extra".
-
-    If ``private``, all its files must belong to this user; else root may own files, too.
-    """
+    """A cache folder."""
 
     path: str
-    private: bool
-    kind: str
+    private: bool  # all its files must belong to this user; else root may own files, too
+    kind: str  # "prebuilt", "cache" (the user's) or "extra"
 
 
 class OpenedLibrary(NamedTuple):
@@ -60,10 +58,9 @@ class OpenedLibrary(NamedTuple):
 
     def is_open(self) -> bool:
         """Returns True if ``fd`` is still open on the file: a daemon closes what it inherits."""
-        try:
+        with contextlib.suppress(OSError):
             return _identity(self.fd) == self.file
-        except OSError:
-            return False
+        return False
 
 
 class Unsafe(CacheError):
@@ -82,20 +79,16 @@ refused: dict[tuple[int, int], str] = {}  # what ld.so said of a file, by ``Open
 
 
 def _identity(fd: int) -> tuple[int, int]:
-    """Returns device and inode number of an opened file."""
     status = os.fstat(fd)
     return status.st_dev, status.st_ino
 
 
 def _proc_path(fd: int, file: tuple[int, int]) -> str:
-    """Returns a path that opens the descriptor, differs for every file and never exceeds 300 bytes.
-
-    dlopen returns a library that it has loaded under the same path without opening the file, even
-    if the descriptor's number belongs to another file by now. So the path spells the file's
-    identity, one binary digit for each of the separators "/" and "/./", which the kernel ignores.
-    """
-    device, inode = file
-    digits = f"{device:b}{inode:064b}"
+    """Returns a path that opens the descriptor and differs for every file, below 300 bytes."""
+    # dlopen returns a library that it has loaded under the same path without opening the file, even
+    # if the number belongs to another file by now. So the path spells the file's identity, a binary
+    # digit for each of the separators "/" and "/./", which the kernel ignores.
+    digits = f"{file[0]:b}{file[1]:064b}"
     return f"/proc/self/fd/{digits.replace('0', '/').replace('1', './')}{fd}"
 
 
@@ -108,10 +101,9 @@ def warn_once(text: str) -> None:
         warned.add(text)
         try:
             warnings.warn(printable(f"apex_te: {text}"), RuntimeWarning, stacklevel=3)
-        except Warning:  # warnings are errors here
-            raise
-        except Exception:  # whatever has replaced sys.stderr cannot show it
-            pass
+        except Exception as error:  # whatever has replaced sys.stderr cannot show it
+            if isinstance(error, Warning):  # warnings are errors here
+                raise
 
 
 def entry_tag(archs: Iterable[object]) -> str:
@@ -138,7 +130,6 @@ def _as_safe_as_code(status: os.stat_result, path: str) -> bool:
 
 
 def _check(status: os.stat_result, path: str, private: bool, folder: bool) -> None:
-    """Raises ``Unsafe`` if another user may write a file or folder."""
     kind = stat.S_ISDIR if folder else stat.S_ISREG
     if not kind(status.st_mode):
         raise Unsafe(f"{path} must be a {'real folder' if folder else 'regular file'}")
@@ -178,7 +169,6 @@ class Folder:
         return sorted(os.listdir(self.fd))
 
     def _open(self, name: str, flags: int) -> int:
-        """Opens what is in the folder, but no link."""
         try:
             return os.open(name, flags, dir_fd=self.fd)
         except OSError as error:
@@ -202,11 +192,8 @@ class Folder:
 
     def read_text(self, name: str) -> str:
         """Returns the text of a file in it, at most its first MiB."""
-        fd = self.file(name)
-        try:
-            return os.read(fd, _LARGEST_TEXT).decode("utf-8", "replace")
-        finally:
-            os.close(fd)
+        with open(self.file(name), "rb") as file:
+            return file.read(_LARGEST_TEXT).decode("utf-8", "replace")
 
 
 def open_folder(location: Location) -> Folder:
@@ -246,19 +233,16 @@ class _Manifest(NamedTuple):
 
 
 def _parse(text: str) -> _Manifest:
-    """Returns the parsed text of a manifest."""
     try:
         data = json.loads(text)
         found = _Manifest(**{name: data[name] for name in _Manifest._fields if name in data})
     except (KeyError, TypeError, RecursionError):
         raise ValueError("not a manifest") from None
-    lists = (found.archs, found.cpu_features or [])
-    strings = all(
-        isinstance(each, list) and all(isinstance(x, str) for x in each) for each in lists
-    )
-    version = isinstance(found.glibc, str) and re.fullmatch(r"(\d+(\.\d+)*)?", found.glibc)
+    texts, *lists = [found.glibc], found.archs, found.cpu_features or []
+    strings = all(isinstance(each, list) and all(isinstance(x, str) for x in each)
+                  for each in (texts, *lists))  # fmt: skip
     numbers = isinstance(found.size, int) and isinstance(found.crc32, int)
-    if not strings or not version or not numbers:
+    if not strings or not numbers or not re.fullmatch(r"(\d+(\.\d+)*)?", found.glibc):
         raise ValueError("not a manifest")
     return found
 
@@ -277,16 +261,13 @@ def _checksum(fd: int, size: int) -> int | None:
 
 
 def _open_library(entry: Folder, name: str, manifest: _Manifest) -> int:
-    """Returns the descriptor of a library after comparing it with its manifest."""
     fd = entry.file(name)
     try:
-        size = os.fstat(fd).st_size
+        size, path = os.fstat(fd).st_size, f"{entry.path}/{name}"
         if size != manifest.size:
-            raise Damaged(
-                f"{entry.path}/{name} is damaged: {size} bytes instead of {manifest.size}"
-            )
+            raise Damaged(f"{path} is damaged: {size} bytes instead of {manifest.size}")
         if _checksum(fd, size) != manifest.crc32:
-            raise Damaged(f"{entry.path}/{name} is damaged: its checksum is not the manifest's")
+            raise Damaged(f"{path} is damaged: its checksum is not the manifest's")
     except BaseException:
         os.close(fd)
         raise
@@ -294,24 +275,15 @@ def _open_library(entry: Folder, name: str, manifest: _Manifest) -> int:
 
 
 def open_entry(
-    parent: Folder,
-    tag: str,
-    library: str,
-    key: str,
-    capability: Capability | None = None,
-    wanted: Sequence[str] = (),
+    parent: Folder, tag: str, library: str, key: str, gpu: Gpu = None, wanted: Sequence[str] = ()
 ) -> OpenedLibrary | None:
     """Returns the opened library of a cache entry; None if key or archs are not those wanted."""
     with parent.folder(tag) as entry:
         manifest = _parse(entry.read_text(MANIFEST))
-        if manifest.key != key:
+        archs, path = manifest.archs, f"{entry.path}/{library}.so"
+        fits = set(wanted) <= set(archs) if gpu is None else covered(archs, gpu)
+        if manifest.key != key or not fits:
             return None
-        archs = manifest.archs
-        if capability is not None and not covered(archs, capability):
-            return None
-        if capability is None and not set(wanted) <= set(archs):
-            return None
-        path = f"{entry.path}/{library}.so"
         if reason := manifest.unfit():
             raise Unfit(f"{path} {reason}")
         fd = _open_library(entry, f"{library}.so", manifest)
@@ -347,10 +319,9 @@ def _is_own_group(gid: int) -> bool:
 
 def _has_acl(path: str) -> bool:
     """Returns True if a folder has an access list, whose members its mode does not tell."""
-    try:
+    with contextlib.suppress(OSError):
         return bool(os.getxattr(path, "system.posix_acl_access", follow_symlinks=False))
-    except OSError:
-        return False
+    return False
 
 
 def _problem(path: str, owners: set[int]) -> str:
@@ -369,10 +340,8 @@ def _problem(path: str, owners: set[int]) -> str:
 
 
 def parent_problem(path: str) -> str:
-    """Returns the reason why another user could exchange a folder above ``path``, "" if none could.
-
-    Folders behind links count. ``path`` itself is not checked, nor are missing folders.
-    """
+    """Returns why another user could exchange a folder above ``path``, "" if none could."""
+    # folders behind links count; ``path`` itself is not checked, nor are missing folders
     owners, folder, links = _trusted_owners(), "/", 0
     rest = [name for name in reversed(path.split("/")) if name not in ("", ".")]
     try:
@@ -405,16 +374,12 @@ LOCKS, TEMPORARY = "locks", "tmp"
 
 
 def find(
-    location: Location,
-    library: str,
-    key: str,
-    capability: Capability | None = None,
-    wanted: Sequence[str] = (),
+    location: Location, library: str, key: str, gpu: Gpu = None, wanted: Sequence[str] = ()
 ) -> OpenedLibrary | None:
     """Returns the opened library that a cache folder holds for a key, None if it holds none.
 
-    It must run on ``capability`` or, if that is None, hold the archs ``wanted``. A library that is
-    damaged or cannot run on this machine is passed over with one warning.
+    It must run on ``gpu`` or, if that is None, hold the archs ``wanted``. A library that is damaged
+    or cannot run on this machine is passed over with one warning.
     """
     try:
         with open_folder(location) as root:
@@ -426,7 +391,8 @@ def find(
             if tag != CPU_ENTRY and not (tag[0].isdigit() or tag.startswith("gfx")):
                 continue  # a log or a stored failure
             try:
-                found = open_entry(folder, tag, library, key, capability, wanted)
+                if found := open_entry(folder, tag, library, key, gpu, wanted):
+                    return found
             except (Damaged, Unfit) as problem:
                 warn_once(f"{problem}; it is not used")
             except ValueError:
@@ -434,9 +400,6 @@ def find(
             except OSError as error:
                 if error.errno not in (errno.ENOENT, errno.ESTALE):  # vanished meanwhile
                     raise
-            else:
-                if found is not None:
-                    return found
     return None
 
 
@@ -459,11 +422,9 @@ def make_private(path: str) -> None:
     parent = os.path.dirname(path)
     if parent != path and not os.path.isdir(parent):
         make_private(parent)
-    try:
+    with contextlib.suppress(FileExistsError):
         os.mkdir(path, 0o700)
-    except FileExistsError:
-        return
-    os.chmod(path, 0o700)  # whatever the umask took away
+        os.chmod(path, 0o700)  # whatever the umask took away
 
 
 def prepare(location: Location, *inside: str) -> None:
@@ -489,22 +450,16 @@ def runtime_cache() -> Location | None:
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     if not os.path.isabs(runtime) or parent_problem(runtime):
         return None
-    try:
-        with open_folder(Location(runtime, True, "cache")):
-            pass
-    except (OSError, CacheError):
-        return None
-    return Location(os.path.join(runtime, "apex_te"), True, "cache")
+    with contextlib.suppress(OSError, CacheError), open_folder(Location(runtime, True, "cache")):
+        return Location(os.path.join(runtime, "apex_te"), True, "cache")
+    return None
 
 
 _fallback: Location | None = None
 
 
 def fall_back(reason: str, *inside: str) -> Location:
-    """Returns a cache folder to build in instead of the user cache, with one warning per process.
-
-    It lies in ``XDG_RUNTIME_DIR``, or is a temporary folder that is removed when the process ends.
-    """
+    """Returns the session's cache or a temporary one to build in instead, and warns once."""
     global _fallback
     if _fallback is None:
         chosen = runtime_cache()
@@ -525,7 +480,6 @@ def fall_back(reason: str, *inside: str) -> Location:
 
 
 def _fresh_folder(reason: str) -> str:
-    """Creates a temporary folder that is removed when this process ends."""
     import atexit
     import shutil
     import tempfile
@@ -559,11 +513,8 @@ def user_cache() -> Location:
 
 
 def writable_cache(*inside: str) -> Location:
-    """Returns the user cache to build in, created and checked.
-
-    If the default one cannot be used, or others could exchange a folder above it, it is that of
-    ``fall_back``; a folder that ``APEX_TE_CACHE_DIR`` names gets a warning in the second case.
-    """
+    """Returns the user cache to build in, created and checked, or that of ``fall_back``."""
+    # a folder that APEX_TE_CACHE_DIR names is used, with a warning, if others could exchange it
     location = user_cache()
     if _fallback is None and (problem := parent_problem(location.path)):
         if not named_cache():
@@ -585,53 +536,42 @@ def locations(package: str) -> Iterator[Location]:
     """Yields the cache folders to search: prebuilt, user's, session's, ``APEX_TE_CACHE_PATH``."""
     yield Location(package, False, "prebuilt")
     yield user_cache()
-    if named_cache() is None and _fallback is None:
-        session = runtime_cache()
-        if session is not None:
-            yield session
+    if named_cache() is None and _fallback is None and (session := runtime_cache()):
+        yield session
     for path in os.environ.get("APEX_TE_CACHE_PATH", "").split(":"):
         if os.path.isabs(path):
             yield Location(os.path.normpath(path), False, "extra")
 
 
-def wanted_archs(spec: OpSpec, device: str, capability: Capability | None) -> tuple[Arch, ...]:
+def wanted_archs(spec: OpSpec, device: str, gpu: Gpu) -> tuple[Arch, ...]:
     """Returns the archs to build a library for, none if it has no GPU code."""
     if not spec.needs_archs(device):
         return ()
-    return choose(spec.NAME, spec.min_arch, spec.specific_archs(), capability)
+    return choose(spec.NAME, spec.min_arch, spec.specific_archs(), gpu)
 
 
 def look_up(
-    spec: OpSpec,
-    device: str,
-    capability: Capability | None = None,
-    wanted: Sequence[str] | None = None,
+    spec: OpSpec, device: str, gpu: Gpu = None, wanted: Sequence[str] | None = None
 ) -> OpenedLibrary | None:
     """Returns the opened library of the first cache folder with a usable one, else None.
 
-    Without ``capability`` it must hold the archs ``wanted``, by default those that the environment
+    Without ``gpu`` it must hold the archs ``wanted``, by default those that the environment
     lists, if any.
     """
     key, library = key_of(spec, device), spec.library_name(device)
     if wanted is None:
         # without a device and a list any arch will do: opening is possible everywhere
-        named = capability is None and spec.needs_archs(device) and named_arch_list() is not None
+        named = gpu is None and spec.needs_archs(device) and named_arch_list() is not None
         wanted = [str(arch) for arch in wanted_archs(spec, device, None)] if named else ()
     for location in locations(spec.prebuilt_folder):
         try:
-            found = find(location, library, key, capability, wanted)
-        except OSError as error:
-            problem: Exception = CacheError(f"{location.path}: {error.strerror}")
-        except CacheError as error:
-            problem = error
-        else:
-            if found is not None:
+            if found := find(location, library, key, gpu, wanted):
                 return found
             continue
+        except (OSError, CacheError) as error:
+            problem = f"{location.path}: {error.strerror}" if isinstance(error, OSError) else error
         if location.kind == "cache" and named_cache():
-            raise CacheError(
-                f"APEX_TE_CACHE_DIR={named_cache()} cannot be used: {problem}"
-            ) from None
+            raise CacheError(f"APEX_TE_CACHE_DIR={named_cache()} cannot be used: {problem}")
         if location.kind == "cache" and not env.jit_disabled():
             continue  # the build that follows falls back to another folder and says so
         warn_once(f"skipping a cache: {problem}")
@@ -639,16 +579,12 @@ def look_up(
 
 
 def look_up_for_all(
-    spec: OpSpec,
-    device: str,
-    gpus: Iterable[Capability | None],
-    wanted: Sequence[str] | None = None,
+    spec: OpSpec, device: str, gpus: Iterable[Gpu], wanted: Sequence[str] | None = None
 ) -> OpenedLibrary | None:
     """Returns the library, closed again, that the last of ``gpus`` loads; None if one has none."""
     opened = None
     for gpu in gpus:
-        opened = look_up(spec, device, gpu, wanted)
-        if opened is None:
+        if (opened := look_up(spec, device, gpu, wanted)) is None:
             return None
         os.close(opened.fd)
     return opened

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..platform import machine
 
@@ -21,12 +21,10 @@ Version = tuple[int, ...]
 
 
 def _truncation(file_size: int, content: bytes) -> str:
-    """Returns the reason why a file is not a complete shared library, "" if it is one."""
     if len(content) < _HEADER.size or content[:4] != b"\x7fELF":
         return f"it is no ELF file ({file_size} bytes)"
     header = _HEADER.unpack_from(content)
-    ident, kind, found = header[:3]
-    segments_at, sections_at = header[5:7]
+    (ident, kind, found), (segments_at, sections_at) = header[:3], header[5:7]
     segment_size, segments, section_size, sections = header[9:13]
     if ident[4:6] != b"\x02\x01" or kind != _SHARED_OBJECT:
         return "it is no 64-bit shared library"
@@ -38,19 +36,19 @@ def _truncation(file_size: int, content: bytes) -> str:
         return f"it ends after {file_size} bytes, before its tables do"
     if segment_size != _SEGMENT.size or (sections and section_size != _SECTION.size):
         return "its tables have entries of an unknown size"
-    kinds = set()
-    for at in range(segments_at, segments_at + segments * segment_size, segment_size):
-        kind, _, offset, _, _, size, _, _ = _SEGMENT.unpack_from(content, at)
-        kinds.add(kind)
-        if offset + size > file_size:
-            return f"it ends after {file_size} bytes, inside a segment"
-    for at in range(sections_at, sections_at + sections * section_size, section_size or 1):
-        _, kind, _, _, offset, size, _, _, _, _ = _SECTION.unpack_from(content, at)
-        if kind != _NO_BITS and offset + size > file_size:
-            return f"it ends after {file_size} bytes, inside a section"
-    if not {_LOADED, _DYNAMIC} <= kinds:
+    parts = _table(_SEGMENT, content, segments_at, segments)
+    if any(part[2] + part[5] > file_size for part in parts):
+        return f"it ends after {file_size} bytes, inside a segment"
+    stored = [s for s in _table(_SECTION, content, sections_at, sections) if s[1] != _NO_BITS]
+    if any(section[4] + section[5] > file_size for section in stored):
+        return f"it ends after {file_size} bytes, inside a section"
+    if not {_LOADED, _DYNAMIC} <= {part[0] for part in parts}:
         return "it has nothing that could be loaded"
     return ""
+
+
+def _table(entry: struct.Struct, content: bytes, at: int, count: int) -> list[tuple[Any, ...]]:
+    return [entry.unpack_from(content, at + index * entry.size) for index in range(count)]
 
 
 def file_problem(path: str | int) -> str:
@@ -72,7 +70,6 @@ class Needs(NamedTuple):
 
 
 def _text(content: bytes, offset: int) -> str:
-    """Returns the string that ends with the first zero byte after ``offset``."""
     return content[offset : content.index(b"\0", offset)].decode()
 
 
@@ -93,10 +90,10 @@ def needs(content: bytes) -> Needs:
     if content[:6] != b"\x7fELF\x02\x01":
         raise ValueError("not a 64-bit ELF file")
     header = _HEADER.unpack_from(content)
-    machine, at, size, count = _NAMES.get(header[2], ""), header[6], header[11], header[12]
+    machine, at, count = _NAMES.get(header[2], ""), header[6], header[12]
     if not machine:
         raise ValueError(f"ELF machine {header[2]} is neither x86-64 nor aarch64")
-    sections = [_SECTION.unpack_from(content, at + index * size) for index in range(count)]
+    sections = _table(_SECTION, content, at, count)
     libraries, versions = set(), dict[str, Version]()
     for _, kind, _, _, offset, length, link, entries, _, _ in sections:
         if kind == _DYNAMIC_SECTION:

@@ -21,11 +21,7 @@ from .key import key_of
 # <library>-<first 24 digits of the key>
 FOLDER = re.compile(r"(?P<library>[A-Za-z_]\w*)-(?P<digits>[0-9a-f]{24})")
 
-
 _TEXTS = ("key", "op", "device", "machine", "compiler")
-_LISTS = ("archs", "flags", "extras")
-_NUMBERS = ("seconds", "time", "size")
-_MOST = 1e15  # above any size or time
 
 
 class Entry(NamedTuple):
@@ -60,32 +56,28 @@ class Entry(NamedTuple):
 
     def seconds(self) -> float | None:
         """Returns the duration of the build in seconds, None if the manifest does not say."""
-        value = self.manifest.get("seconds")
-        return float(value) if isinstance(value, (int, float)) else None
+        seconds = self.manifest.get("seconds")
+        return None if seconds is None else float(seconds)
 
     def built(self) -> float:
         """Returns the time of the build in seconds since the epoch, 0 if it is not recorded."""
-        value = self.manifest.get("time")
-        return float(value) if isinstance(value, (int, float)) else 0.0
+        return float(self.manifest.get("time", 0))
 
 
 def tree_bytes(path: str) -> int:
     """Returns the size of a file, or of all files below a folder; links count as themselves."""
+    files = [os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names]
     total = 0
-    with contextlib.suppress(OSError):
-        total += os.lstat(path).st_size if not os.path.isdir(path) else 0
-    for folder, _, names in os.walk(path):
-        for name in names:
-            with contextlib.suppress(OSError):
-                total += os.lstat(os.path.join(folder, name)).st_size
+    for file in files if os.path.isdir(path) else [path]:
+        with contextlib.suppress(OSError):
+            total += os.lstat(file).st_size
     return total
 
 
 def _fits(name: str, value: Any) -> bool:
-    """Returns True if an entry of a manifest has the type that ``publish`` writes."""
-    if name in _NUMBERS:
-        return isinstance(value, (int, float)) and 0 <= value < _MOST
-    if name in _LISTS:
+    if name in ("seconds", "time", "size"):
+        return isinstance(value, (int, float)) and 0 <= value < 1e15
+    if name in ("archs", "flags", "extras"):
         return isinstance(value, list) and all(isinstance(item, str) for item in value)
     if name == "sources":
         return isinstance(value, dict) and all(isinstance(item, str) for item in value.values())
@@ -96,6 +88,7 @@ def _entry(parent: Folder, folder: str, tag: str, check: bool) -> Entry | None:
     """Returns the cache entry ``tag`` of a key's folder; None for a file, such as a log."""
     match = FOLDER.fullmatch(folder)
     assert match is not None
+    library, digits = match["library"], match["digits"]
     manifest: dict[str, Any] = {}
     problem = ""
     try:
@@ -103,10 +96,9 @@ def _entry(parent: Folder, folder: str, tag: str, check: bool) -> Entry | None:
             read = json.loads(entry.read_text(cache.MANIFEST))
         if not isinstance(read, dict) or not all(_fits(*item) for item in read.items()):
             raise ValueError("not a manifest")
-        manifest = read
-        key = str(manifest.get("key"))
-        opened = open_entry(parent, tag, match["library"], key) if check else None
-        if not key.startswith(match["digits"]) or (check and opened is None):
+        manifest, key = read, str(read.get("key"))
+        opened = open_entry(parent, tag, library, key) if check else None
+        if not key.startswith(digits) or (check and opened is None):
             problem = "its manifest is of another entry"
         if opened is not None:
             try:
@@ -119,7 +111,6 @@ def _entry(parent: Folder, folder: str, tag: str, check: bool) -> Entry | None:
         if isinstance(error, CacheError) and not os.path.isdir(f"{parent.path}/{tag}"):
             return None  # a file, such as a log
         problem = str(error) if isinstance(error, CacheError) else f"it is damaged ({error})"
-    library, digits = match["library"], match["digits"]
     return Entry(parent.location, folder, tag, library, digits, manifest, problem)
 
 
@@ -128,11 +119,7 @@ def entries(
 ) -> list[Entry]:
     """Returns the cache entries in a cache folder, an empty list if the folder does not exist."""
     found: list[Entry] = []
-    try:
-        root = open_folder(location)
-    except FileNotFoundError:
-        return found
-    with root:
+    with contextlib.suppress(FileNotFoundError), open_folder(location) as root:
         for name in root.names():
             match = FOLDER.fullmatch(name)
             if match is None or library not in (None, match["library"]) or key not in (None, name):
@@ -153,22 +140,21 @@ def last_seconds(location: cache.Location, library: str, tag: str) -> float | No
     """Returns the seconds of a library's newest build, of ``tag`` if possible, or None."""
     try:
         found = entries(location, library, check=False)
-        known = [entry for entry in found if entry.seconds() is not None]
     except (CacheError, OSError):
         return None
-    if not known:
-        return None
-    return max(known, key=lambda entry: (entry.tag == tag, entry.built())).seconds()
+    known = [entry for entry in found if entry.seconds() is not None]
+    newest = max(known, key=lambda entry: (entry.tag == tag, entry.built()), default=None)
+    return newest.seconds() if newest else None
 
 
 def key_for(spec: DispatcherSpec, manifest: dict[str, Any]) -> tuple[str, str]:
     """Returns the up-to-date key and the Python of a manifest's dispatcher; "" for unknown ones."""
     extras = manifest.get("extras")
+    extras = manifest.get("extras")
     if not (isinstance(extras, list) and len(extras) == 1 and isinstance(extras[0], str)):
         return "", ""
-    version = pythons.name_of(extras[0])
-    python = pythons.Python(version, extras[0], "")
-    return key_of(DispatcherSpec(spec.root, python), "cpu"), version
+    python = pythons.Python(pythons.name_of(extras[0]), extras[0], "")
+    return key_of(DispatcherSpec(spec.root, python), "cpu"), python.version
 
 
 def prebuilt_for(spec: DispatcherSpec) -> list[str]:
@@ -185,9 +171,7 @@ def prebuilt_for(spec: DispatcherSpec) -> list[str]:
 
 def why_missing(spec: OpSpec) -> str:
     """Returns why ``spec``, this Python's dispatcher, is not prebuilt but others are, or ""."""
-    if not isinstance(spec, DispatcherSpec) or spec.python is not None:
-        return ""
-    if not (others := prebuilt_for(spec)):
+    if not isinstance(spec, DispatcherSpec) or spec.python or not (others := prebuilt_for(spec)):
         return ""
     return (
         f"this installation's dispatchers are for Python {', '.join(others)}, this is Python"

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
 
-from ..errors import BuildError, CacheError, NoPermissionError, PrebuildError
+from ..errors import BuildError, CacheError, NoPermissionError
 from ..find import cache, inventory
-from ..prebuild.batch import Targets
-from ..prebuild.user_cache import choose_ops, into_cache
+from ..prebuild.batch import Targets, choose_ops, into_cache
 from ..text import Column, complain, print_field, short, since, size, table
 from . import clean, facts
 from .clean import Removed
@@ -58,7 +56,6 @@ def run_list(args: argparse.Namespace) -> int:
 
 
 def _entry(entry: inventory.Entry, now: facts.Current) -> Facts:
-    """Returns the facts of an entry as a dict for JSON."""
     return {
         "op": inventory.op_of(entry),
         "library": entry.library,
@@ -75,10 +72,8 @@ def _entry(entry: inventory.Entry, now: facts.Current) -> Facts:
 
 
 def _print_folders(folders: list[Facts]) -> None:
-    """Prints the cache folders and their entries as text."""
     for number, folder in enumerate(folders):
-        if number:
-            print()
+        print(end="\n" if number else "")
         entries = folder["entries"]
         total = size(sum(entry["bytes"] for entry in entries))
         told = folder["problem"] or f"{len(entries)} entries, {total}"
@@ -90,7 +85,6 @@ def _print_folders(folders: list[Facts]) -> None:
 
 
 def _cells(entry: Facts) -> tuple[str, ...]:
-    """Returns the cells of an entry's row in the table."""
     seconds = f"{entry['seconds']:.1f} s" if entry["seconds"] is not None else ""
     note = "stale" if entry["stale"] else ("other" if entry["use"] else "")
     archs, key = "+".join(entry["archs"]), entry["key"][:8]
@@ -101,12 +95,9 @@ def add_clean(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the command ``clean`` to its parser."""
     facts.add_ops(parser, "all entries of these ops")
     parser.add_argument("--all", action="store_true", help="every entry, and the GEMM tables")
-    parser.add_argument(
-        "--stale",
-        action="store_true",
-        help="entries of other sources, flags or compilers than the present ones, damaged entries,"
-        " and what killed builds left",
-    )
+    stale = "entries of other sources, flags or compilers than the present ones, damaged entries,"
+    stale += " and what killed builds left"
+    parser.add_argument("--stale", action="store_true", help=stale)
     parser.add_argument("--dry-run", action="store_true", help="only say what would be removed")
     parser.add_argument("--json", action="store_true", help="say it as JSON")
 
@@ -128,14 +119,12 @@ def run_clean(args: argparse.Namespace) -> int:
             if args.all:
                 found += clean.remove_all(place, args.dry_run)
             elif args.stale:
-                now = facts.current(builders.values())
-                found += clean.remove_stale(place, now, args.dry_run)
+                found += clean.remove_stale(place, facts.current(builders.values()), args.dry_run)
             else:
                 found += clean.remove_ops(place, ops, args.dry_run)
-        except PermissionError as error:
-            raise NoPermissionError(f"{error.filename or place.path}: {error.strerror}") from None
         except OSError as error:
-            raise CacheError(f"{error.filename or place.path}: {error.strerror}") from None
+            kind = NoPermissionError if isinstance(error, PermissionError) else CacheError
+            raise kind(f"{error.filename or place.path}: {error.strerror}") from None
     if args.json:
         rows = [item._asdict() for item in found]
         print(json.dumps({"dry_run": args.dry_run, "items": rows}, indent=1))
@@ -145,7 +134,6 @@ def run_clean(args: argparse.Namespace) -> int:
 
 
 def _print_removed(found: list[Removed], places: list[str], dry: bool) -> None:
-    """Prints the files and folders removed or left, and the sum."""
     word = "would go" if dry else "removed"
     gone = [item for item in found if not item.left]
     for item in gone:
@@ -161,19 +149,12 @@ def _print_removed(found: list[Removed], places: list[str], dry: bool) -> None:
 def add_build(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the command ``build`` to its parser."""
     facts.add_ops(parser, "ops to build, such as rms_norm (default: all)")
-    parser.add_argument(
-        "--arch",
-        metavar="LIST",
-        help='CUDA archs, such as "8.0;9.0a" (default: APEX_TE_CUDA_ARCH_LIST, else the GPUs)',
-    )
-    parser.add_argument(
-        "--device",
-        choices=["cpu", "cuda"],
-        help="only the libraries of one device (default: both, cuda if there is an arch for it)",
-    )
-    parser.add_argument(
-        "--jobs", type=int, metavar="N", help="compilers at once (default: what the machine allows)"
-    )
+    archs = 'CUDA archs, such as "8.0;9.0a" (default: APEX_TE_CUDA_ARCH_LIST, else the GPUs)'
+    parser.add_argument("--arch", metavar="LIST", help=archs)
+    only = "only the libraries of one device (default: both, cuda if there is an arch for it)"
+    parser.add_argument("--device", choices=["cpu", "cuda"], help=only)
+    jobs = "compilers at once (default: what the machine allows)"
+    parser.add_argument("--jobs", type=int, metavar="N", help=jobs)
     parser.add_argument("--jax", action="store_true", help="the handlers for JAX, too")
     parser.add_argument("--verbose", action="store_true", help="show the compilers' commands")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
@@ -183,8 +164,6 @@ def run_build(args: argparse.Namespace) -> int:
     """Compiles the libraries and prints their table; returns 1 if a build failed, 2 if misused."""
     from ... import all_builders, user_builders
 
-    report: Any = None
-    problem = ""
     try:
         builders = {**all_builders(), **user_builders()}
         targets = Targets(None) if args.device == "cpu" else Targets.find(args.arch)
@@ -192,14 +171,13 @@ def run_build(args: argparse.Namespace) -> int:
     except BuildError as error:
         complain(str(error))
         return 2
+    report, problem = None, ""
     try:
         report = into_cache(
             builders, choices, targets, jobs=args.jobs, verbose=args.verbose, jax=args.jax
         )
-    except PrebuildError as error:
-        report, problem = error.report, str(error)
     except BuildError as error:
-        problem = str(error)
+        report, problem = getattr(error, "report", None), str(error)
     if report is not None:
         print(json.dumps(report.to_dict(), indent=1) if args.json else report, flush=True)
     if problem:

@@ -1,8 +1,6 @@
-"""Removal of libraries from the user's caches, and of nothing that this project did not write.
+"""Removal of libraries from the user's caches, and of nothing that this project did not write."""
 
-An entry is removed under its lock, so that one being built stays, and with one rename, so that
-nobody finds half of it; a process that has loaded it keeps it.
-"""
+# under its lock, so that one being built stays, and with one rename, so that nobody finds half
 
 from __future__ import annotations
 
@@ -29,23 +27,20 @@ _TUNING = "gemm"  # tables of chosen GEMM algorithms, beside the libraries
 
 
 class Removed(NamedTuple):
-    """File or folder that a clean-up removed, or ``left``, with 0 bytes, although it was to go."""
+    """File or folder that a clean-up removed, or left although it was to go."""
 
     path: str
     what: str
-    bytes: int
+    bytes: int  # 0 if left
     reason: str
     left: bool = False
 
 
 def folders() -> list[cache.Location]:
     """Returns the existing caches that belong to this user: the user cache and the session's."""
-    found = [cache.user_cache()]
-    session = cache.runtime_cache()
-    if session is not None and session.path != found[0].path:
-        found.append(session)
+    found = {cache.user_cache(), cache.runtime_cache() or cache.user_cache()}
     present = []
-    for place in found:
+    for place in sorted(found, key=lambda place: place != cache.user_cache()):
         with contextlib.suppress(FileNotFoundError), cache.open_folder(place):
             present.append(place)
     return present
@@ -55,25 +50,23 @@ class Cleaner:
     """Clean-up of one cache, which collects in ``found`` what goes; with ``dry`` only lists it."""
 
     def __init__(self, place: cache.Location, dry: bool) -> None:
-        self.place = place
-        self.dry = dry
+        self.place, self.dry = place, dry
         self.found: list[Removed] = []
 
     def _path(self, *parts: str) -> str:
-        """Returns the path of a file or folder in the cache."""
         return os.path.join(self.place.path, *parts)
 
+    def _names(self, *parts: str) -> list[str]:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            return sorted(os.listdir(self._path(*parts)))
+        return []
+
     def _note(self, path: str, what: str, reason: str, left: bool = False) -> None:
-        """Adds a file or folder to ``found``."""
         self.found.append(Removed(path, what, 0 if left else tree_bytes(path), reason, left))
 
     @contextlib.contextmanager
     def _locked(self, name: str) -> Iterator[str]:
-        """Holds a library's lock while the block runs, and removes it if the library is gone.
-
-        Yields the reason to leave the library alone, "" if no process can be building it. With
-        ``dry`` the lock is only probed.
-        """
+        """Holds a library's lock; yields why to leave it alone, "" if no process can build it."""
         path = self._path(cache.LOCKS, name)
         if self.dry:
             free = not os.path.exists(path) or lock.is_free(path)
@@ -131,7 +124,6 @@ class Cleaner:
         return f"{found[0]} in it is not ours" if found else ""
 
     def _remove(self, folder: str, doomed: list[tuple[str, str, str]]) -> None:
-        """Removes entries of one key, and the whole folder with its logs if no entry remains."""
         for path, name, reason in doomed:
             self._note(path, name, reason)
         if self.dry:
@@ -149,13 +141,13 @@ class Cleaner:
 
     def leftovers(self, oldest: float) -> None:
         """Removes folders of builds whose process died, untouched for ``oldest`` seconds."""
-        with contextlib.suppress(FileNotFoundError):
-            for name in sorted(os.listdir(self._path(cache.TEMPORARY))):
-                path = self._path(cache.TEMPORARY, name)
-                owner = name.rpartition(".")[0]
-                if FOLDER.fullmatch(owner) is None or os.path.islink(path):
-                    self._note(path, name, "it is no build folder of ours", left=True)
-                    continue
+        for name in self._names(cache.TEMPORARY):
+            path = self._path(cache.TEMPORARY, name)
+            owner = name.rpartition(".")[0]
+            if FOLDER.fullmatch(owner) is None or os.path.islink(path):
+                self._note(path, name, "it is no build folder of ours", left=True)
+                continue
+            with contextlib.suppress(FileNotFoundError):  # gone meanwhile
                 if time.time() - os.lstat(path).st_mtime < oldest:
                     continue
                 with self._locked(owner) as problem:
@@ -167,44 +159,42 @@ class Cleaner:
 
     def locks(self) -> None:
         """Removes the lock files of keys that have no folder."""
-        with contextlib.suppress(FileNotFoundError):
-            for name in sorted(os.listdir(self._path(cache.LOCKS))):
-                if FOLDER.fullmatch(name) and not os.path.lexists(self._path(name)):
-                    with self._locked(name):
-                        pass  # releasing it removes the file
+        for name in self._names(cache.LOCKS):
+            if FOLDER.fullmatch(name) and not os.path.lexists(self._path(name)):
+                with self._locked(name):
+                    pass  # releasing it removes the file
 
     def tuning(self) -> None:
         """Removes the tables of tuned GEMM algorithms."""
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            for name in sorted(os.listdir(self._path(_TUNING))):
-                path = self._path(_TUNING, name)
-                if _TABLE.fullmatch(name) is None:
-                    self._note(path, name, "it is no GEMM table", left=True)
-                    continue
-                self._note(path, name, "all")
+        for name in self._names(_TUNING):
+            path = self._path(_TUNING, name)
+            if _TABLE.fullmatch(name) is None:
+                self._note(path, name, "it is no GEMM table", left=True)
+                continue
+            self._note(path, name, "all")
+            with contextlib.suppress(FileNotFoundError):
                 if not self.dry:
                     os.unlink(path)
-            if not self.dry:
-                with contextlib.suppress(OSError):  # not empty
-                    os.rmdir(self._path(_TUNING))
+        if not self.dry:
+            with contextlib.suppress(OSError):  # not empty, or not there
+                os.rmdir(self._path(_TUNING))
 
-
-def _keys(place: cache.Location) -> list[re.Match[str]]:
-    """Returns the matches of the names of a cache's folders of keys, sorted."""
-    return [key for name in sorted(os.listdir(place.path)) if (key := FOLDER.fullmatch(name))]
+    def key_folders(self) -> list[re.Match[str]]:
+        """Returns the matches of the names of the cache's folders of keys, sorted."""
+        return [key for name in self._names() if (key := FOLDER.fullmatch(name))]
 
 
 def remove_all(place: cache.Location, dry: bool = False) -> list[Removed]:
     """Removes all that this project wrote to a cache: entries, leftovers, locks and GEMM tables."""
     cleaner = Cleaner(place, dry)
-    for key in _keys(place):
+    for key in cleaner.key_folders():
         cleaner.key(key, lambda entry: "all", "all")
     cleaner.leftovers(0.0)
     cleaner.tuning()
     cleaner.locks()
-    known = (cache.LOCKS, cache.TEMPORARY, _TUNING)
-    for name in sorted(os.listdir(place.path)):
-        if FOLDER.fullmatch(name) is None and name not in known:
+    for name in cleaner._names():
+        known = name in (cache.LOCKS, cache.TEMPORARY, _TUNING)
+        if FOLDER.fullmatch(name) is None and not known:
             cleaner._note(cleaner._path(name), name, "it is not ours", left=True)
     return cleaner.found
 
@@ -212,7 +202,7 @@ def remove_all(place: cache.Location, dry: bool = False) -> list[Removed]:
 def remove_stale(place: cache.Location, now: Current, dry: bool = False) -> list[Removed]:
     """Removes stale entries, as ``Current.stale`` defines them, and leftovers over an hour old."""
     cleaner = Cleaner(place, dry)
-    for key in _keys(place):
+    for key in cleaner.key_folders():
         known = now.keys.get(key["library"])
         unused = "other sources or flags" if known and key["digits"] not in known else ""
         cleaner.key(key, now.stale, unused)
@@ -226,7 +216,7 @@ def remove_ops(place: cache.Location, ops: Iterable[str], dry: bool = False) -> 
     wanted = set(ops)
     cleaner = Cleaner(place, dry)
     found = {entry.folder: op_of(entry) for entry in entries(place, check=False)}
-    for key in _keys(place):
+    for key in cleaner.key_folders():
         if found.get(key[0], re.sub("_(cpu|cuda)$", "", key["library"])) in wanted:
             cleaner.key(key, lambda entry: "named", "named")
     cleaner.locks()

@@ -1,8 +1,4 @@
-"""Facts that the commands tell: names of ops, libraries, cache folders, and what is stale there.
-
-Gathering them needs no compiler, GPU or writable folder, and changes nothing: no folder is made,
-torch is not imported, CUDA is not initialised in this process.
-"""
+"""Facts that the commands tell, gathered without a compiler, torch, GPU or writable folder."""
 
 from __future__ import annotations
 
@@ -33,15 +29,11 @@ from . import machine
 Facts = dict[str, Any]
 
 
-# Ops -------------------------------------------------------------------------------------------
-
-
 def add_ops(parser: argparse.ArgumentParser, text: str) -> None:
     """Adds both forms of naming ops, ``OP ...`` and ``--ops OP ...``, with ``text`` as help."""
     parser.add_argument("ops", nargs="*", metavar="OP", help=f"{text}; several: rope,rms_norm too")
-    parser.add_argument(
-        "--ops", nargs="+", dest="more_ops", default=[], metavar="OP", help="the same as OP"
-    )
+    more: Any = {"nargs": "+", "dest": "more_ops", "default": [], "metavar": "OP"}
+    parser.add_argument("--ops", **more, help="the same as OP")
 
 
 def ops_of(args: argparse.Namespace) -> list[str]:
@@ -53,9 +45,8 @@ def ops_of(args: argparse.Namespace) -> list[str]:
 def check_names(ops: Iterable[str], known: Iterable[str]) -> None:
     """Raises ``UnknownOpError`` for the first of ``ops`` that is not among the known names."""
     names = set(known)
-    for op in ops:
-        if op not in names:
-            raise unknown_op(op, sorted(names))
+    if (first := next((op for op in ops if op not in names), None)) is not None:
+        raise unknown_op(first, sorted(names))
 
 
 def all_libraries() -> dict[str, OpSpec]:
@@ -64,9 +55,6 @@ def all_libraries() -> dict[str, OpSpec]:
 
     others = {name: get_builder(name) for name in (DISPATCHER, JAX_HANDLERS)}
     return {**others, **all_builders(), **user_builders()}
-
-
-# Stale entries ---------------------------------------------------------------------------------
 
 
 class Current(NamedTuple):
@@ -85,23 +73,18 @@ class Current(NamedTuple):
         return version if key and key.startswith(entry.digits) else ""
 
     def stale(self, entry: Entry) -> str:
-        """Returns the reason why an entry is stale, "" if it is not.
+        """Returns why an entry is damaged, of other sources or flags or another compiler, or "".
 
-        It is if damaged, of other sources or flags, or built by another compiler; a look-up still
-        loads the last kind. Entries for other CPUs and of ops that are not installed are not stale.
+        Entries for other CPUs and of ops that are not installed are not stale.
         """
-        if entry.problem:
-            return entry.problem
         keys = self.keys.get(entry.library)
-        if keys is None:
-            return ""  # an op of somebody else's package: nobody here knows
+        if entry.problem or keys is None:
+            return entry.problem
         if entry.digits not in keys and not self._other_python(entry):
             machine = entry.manifest.get("machine", self.machine)
             return "" if machine != self.machine else "other sources or flags"
         mine, theirs = self.compilers.get(entry.library), entry.manifest.get("compiler")
-        if mine and theirs != mine:
-            return f"built by {theirs}, the compiler now is {mine}"
-        return ""
+        return f"built by {theirs}, the compiler now is {mine}" if mine and theirs != mine else ""
 
     def use(self, entry: Entry) -> str:
         """Returns whom an entry serves other than this process, such as "Python 3.12", or ""."""
@@ -121,8 +104,7 @@ def current(specs: Iterable[OpSpec]) -> Current:
     compilers: dict[str, str] = {}
     dispatcher = None
     for spec in specs:
-        if isinstance(spec, DispatcherSpec):
-            dispatcher = spec
+        dispatcher = spec if isinstance(spec, DispatcherSpec) else dispatcher
         for device in spec.built_devices():
             name = spec.library_name(device)
             known = keys.setdefault(name, set())
@@ -131,9 +113,6 @@ def current(specs: Iterable[OpSpec]) -> Current:
             with contextlib.suppress(BuildError, OSError):
                 compilers[name] = library.compiler_version(spec, device)
     return Current(keys, compilers, os.uname().machine, dispatcher)
-
-
-# Libraries -------------------------------------------------------------------------------------
 
 
 class Here(NamedTuple):
@@ -154,14 +133,13 @@ class Here(NamedTuple):
 
 def here() -> Here:
     """Returns the GPUs and archs of this machine; asks the driver for the visible GPUs."""
-    capabilities: tuple[Capability, ...] = ()
+    gpus: tuple[Capability, ...] = ()
     try:
-        capabilities = tuple(visible_capabilities())
-        named = named_arch_list()
-        targets = Targets.find() if named is not None else Targets(None, capabilities)
+        gpus = tuple(visible_capabilities())
+        targets = Targets.find() if named_arch_list() is not None else Targets(None, gpus)
+        return Here(gpus, targets, "")
     except BuildError as error:
-        return Here(capabilities, None, str(error))
-    return Here(capabilities, targets, "")
+        return Here(gpus, None, str(error))
 
 
 def _loaded_entry(spec: OpSpec, device: str, gpus: Sequence[Capability | None]) -> Entry | None:
@@ -178,23 +156,13 @@ def _loaded_entry(spec: OpSpec, device: str, gpus: Sequence[Capability | None]) 
     return next((entry for entry in held if entry.path == path), None)
 
 
-def _check_build(spec: OpSpec, device: str, archs: Sequence[Arch]) -> None:
-    """Raises the error that a build would end with before its first command; changes nothing."""
-    spec.check_device(device)
-    if env.jit_disabled():
-        raise BuildError("APEX_TE_DISABLE_JIT forbids compiling")
-    library.check(spec, device, archs)
-    if cache.named_cache() and not cache.is_writable(cache.user_cache().path):
-        raise CacheError(f"APEX_TE_CACHE_DIR={cache.named_cache()} is not writable")
-
-
 def recent_failure(spec: OpSpec, device: str, archs: Sequence[Arch]) -> CompileError | None:
     """Returns the stored compile error that a call would raise, None if there is none."""
     if env.jit_retry():
         return None
     folder = cache.entry_folder(spec.library_name(device), key_of(spec, device))
-    tag = cache.entry_tag(archs)
-    path = os.path.join(cache.user_cache().path, folder, f"failure-{tag}.json")
+    name = f"failure-{cache.entry_tag(archs)}.json"
+    path = os.path.join(cache.user_cache().path, folder, name)
     compiler = library.compiler_version(spec, device, archs)
     return failure.recall(path, compiler, time.time() - failure.KEPT_SECONDS)
 
@@ -216,28 +184,26 @@ def library_facts(spec: OpSpec, device: str, here: Here) -> Facts:
             gpus = [gpu for gpu in here.capabilities if gpu >= spec.min_arch]
     try:
         facts["key"] = key_of(spec, device)
-        entry = _loaded_entry(spec, device, gpus)
-        if entry is not None:
-            facts.update(
-                state="prebuilt" if entry.location.kind == "prebuilt" else "cached",
-                path=os.path.join(entry.path, f"{name}.so"),
-                archs=list(entry.archs),
-                seconds=entry.seconds(),
-                size=entry.manifest.get("size"),
-                built=entry.built(),
-                compiler=entry.manifest.get("compiler", ""),
-            )
+        if entry := _loaded_entry(spec, device, gpus):
+            facts.update(state="prebuilt" if entry.location.kind == "prebuilt" else "cached")
+            facts.update(path=os.path.join(entry.path, f"{name}.so"), archs=list(entry.archs))
+            facts.update(seconds=entry.seconds(), built=entry.built())
+            facts.update((key, entry.manifest.get(key, facts[key])) for key in ("size", "compiler"))
             return facts
         archs = here.archs(spec, device)
         facts["archs"] = [str(arch) for arch in archs]
-        tag = cache.entry_tag(archs)
-        facts["seconds"] = inventory.last_seconds(cache.user_cache(), name, tag)
-        _check_build(spec, device, archs)
+        place, tag = cache.user_cache(), cache.entry_tag(archs)
+        facts["seconds"] = inventory.last_seconds(place, name, tag)
+        # what a build would end with before its first command
+        spec.check_device(device)
+        if env.jit_disabled():
+            raise BuildError("APEX_TE_DISABLE_JIT forbids compiling")
+        library.check(spec, device, archs)
+        if cache.named_cache() and not cache.is_writable(place.path):
+            raise CacheError(f"APEX_TE_CACHE_DIR={cache.named_cache()} is not writable")
         failed = recent_failure(spec, device, archs)
-        if failed is not None:
-            facts.update(state="failed", reason=failed.first_error)
-        else:
-            facts["state"] = "can build"
+        facts.update(state="failed" if failed else "can build")
+        facts.update(reason=failed.first_error if failed else "")
     except (BuildError, OSError) as error:
         facts.update(state="cannot", reason=str(error))
     except Exception as error:  # of a method that another package's builder overrides
@@ -246,24 +212,13 @@ def library_facts(spec: OpSpec, device: str, here: Here) -> Facts:
 
 
 def _rows(spec: OpSpec, here: Here) -> list[Facts]:
-    """Returns the facts of each library of an op; one row with the reason if it names none."""
     try:
-        devices = spec.built_devices()
+        return [library_facts(spec, device, here) for device in spec.built_devices()]
     except Exception as error:
-        return [_unusable(spec.NAME, f"{type(error).__name__}: {error}")]
-    return [library_facts(spec, device, here) for device in devices]
-
-
-def _unusable(op: str, reason: str) -> Facts:
-    """Returns the row of an op whose builder does not say which libraries it has."""
-    return _row(op, "-", state="cannot", reason=reason)
-
-
-# Cache folders and the whole report ------------------------------------------------------------
+        return [_row(spec.NAME, "-", state="cannot", reason=f"{type(error).__name__}: {error}")]
 
 
 def _origin(location: cache.Location) -> str:
-    """Returns the variable or rule that makes look-ups search a cache folder, as text."""
     if location.kind == "prebuilt":
         return "the installed package"
     if location.kind == "extra":
@@ -284,29 +239,27 @@ def cache_folder(location: cache.Location) -> Facts:
     if location.private and not cache.named_cache():
         problem = cache.parent_problem(location.path)
         facts["problem"] = f"nothing is built in it: {problem}" if problem else ""
+    unusable = location.private and not facts["writable"]
     try:
         status = os.stat(location.path, follow_symlinks=False)
     except FileNotFoundError:
-        if location.private and not facts["writable"] and not facts["problem"]:
+        if unusable and not facts["problem"]:
             facts["problem"] = "it does not exist and cannot be made"
         return facts
     except OSError as error:
         return {**facts, "problem": str(error.strerror)}
-    facts["exists"] = True
-    try:
+    facts.update(exists=True, owner=str(status.st_uid), mode=f"{stat.S_IMODE(status.st_mode):04o}")
+    with contextlib.suppress(KeyError):
         facts["owner"] = pwd.getpwuid(status.st_uid).pw_name
-    except KeyError:
-        facts["owner"] = str(status.st_uid)
-    facts["mode"] = f"{stat.S_IMODE(status.st_mode):04o}"
     try:
         facts["entries"] = len(inventory.entries(location, check=False))
         facts["bytes"] = inventory.tree_bytes(location.path)
     except (CacheError, OSError) as error:
         facts["problem"] = str(error)
-    if location.private:
-        if not facts["problem"] and not facts["writable"]:
-            facts["problem"] = "it is not writable: what it holds is used, and nothing can be added"
-        with contextlib.suppress(OSError):
+    if unusable and not facts["problem"]:
+        facts["problem"] = "it is not writable: what it holds is used, and nothing can be added"
+    with contextlib.suppress(OSError):
+        if location.private:
             disk = os.statvfs(location.path)
             facts["free"] = disk.f_bavail * disk.f_frsize
     return facts
@@ -318,6 +271,9 @@ def collect(builders: Iterable[OpSpec], problems: Mapping[str, str] | None = Non
     visible = [str(Arch(*gpu)) for gpu in now.capabilities]
     named = now.targets.named if now.targets is not None else None
     chosen = named[1].split(";") if named else visible
+    rows = [row for spec in (core, JaxHandlersSpec(), *builders) for row in _rows(spec, now)]
+    for name, reason in (problems or {}).items():
+        rows.append(_row(name, "-", state="cannot", reason=reason))
     return {
         "apex_te": {"version": machine.suite_version(), "path": str(SUITE)},
         "machine": machine.machine(),
@@ -333,10 +289,7 @@ def collect(builders: Iterable[OpSpec], problems: Mapping[str, str] | None = Non
         "tools": machine.tools(),
         "caches": [cache_folder(place) for place in cache.locations(core.prebuilt_folder)],
         "settings": machine.settings(),
-        "libraries": [
-            row for spec in (core, JaxHandlersSpec(), *builders) for row in _rows(spec, now)
-        ]
-        + [_unusable(name, reason) for name, reason in (problems or {}).items()],
+        "libraries": rows,
     }
 
 

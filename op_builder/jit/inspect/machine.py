@@ -49,11 +49,10 @@ def machine() -> Facts:
         "libc": libc or "unknown",
         "cpus": resources.cpus(),
         "memory_free": resources.free_memory(),
+        "jobs": None,
     }
-    try:
+    with contextlib.suppress(SettingError):  # the settings say why
         facts["jobs"] = resources.jobs()
-    except SettingError:
-        facts["jobs"] = None  # the settings say why
     return facts
 
 
@@ -66,16 +65,9 @@ def python() -> Facts:
     }
 
 
-def _cxx() -> tuple[str, str, str]:
-    """Finds the C++ compiler."""
-    origin = "CXX" if os.environ.get("CXX", "").strip() else "PATH"
-    return " ".join(toolchain.find_cxx()), toolchain.cxx_version(), origin
-
-
 def _gpu_compiler(
     name: str, found: toolchain.Nvcc, version: str, homes: Sequence[str]
 ) -> tuple[str, str, str]:
-    """Returns the facts of nvcc or hipcc, with what led to it."""
     origin = "PATH" if shutil.which(name) == found.path else "the usual places"
     for variable in reversed(homes):
         home = os.environ.get(variable, "").strip(": \t")
@@ -85,23 +77,25 @@ def _gpu_compiler(
 
 
 def _ninja() -> tuple[str, str, str]:
-    """Returns ``(path, version or "unknown", "")`` of ninja; raises BuildError if missing."""
     path = toolchain.find_ninja()
     said = output_of(path, "--version").splitlines()
     return path, said[0].strip() if said else "unknown", ""
 
 
 def _cublaslt() -> tuple[str, str, str]:
-    """Returns ``(folder, "", "")`` of the toolkit or wheel that has the header ``cublasLt.h``."""
     nvcc = toolchain.find_nvcc()
     folders = toolchain.find_header("cublasLt.h", "cublas", nvcc)
     return (folders[0] if folders else nvcc.home), "", ""
 
 
+def _cxx_origin() -> str:
+    return "CXX" if os.environ.get("CXX", "").strip() else "PATH"
+
+
 # name -> a function that returns the texts (path, version, origin), of which the origin is the
 # variable or place that led to the tool, or "". It raises the BuildError that a build would raise.
 _TOOLS: dict[str, Callable[[], tuple[str, str, str]]] = {
-    "C++": _cxx,
+    "C++": lambda: (" ".join(toolchain.find_cxx()), toolchain.cxx_version(), _cxx_origin()),
     "nvcc": lambda: _gpu_compiler(
         "nvcc", toolchain.find_nvcc(), toolchain.nvcc_version(), toolchain.CUDA_HOMES
     ),
@@ -122,20 +116,20 @@ def tools() -> list[Facts]:
     with contextlib.suppress(SettingError):  # the settings say so
         for_amd = is_hip()
     for name, find in _TOOLS.items():
-        facts: Facts = {"name": name, "path": None, "version": None, "origin": None}
+        path = version = origin = missing = None
         try:
-            facts["path"], facts["version"], facts["origin"] = find()
-            facts["missing"] = None
+            path, version, origin = find()
         except BuildError as error:
-            facts["missing"] = str(error)
-        if name != "hipcc" or not facts["missing"] or for_amd:
-            found.append(facts)
+            missing = str(error)
+        if name != "hipcc" or not missing or for_amd:
+            facts = {"name": name, "path": path, "version": version, "origin": origin}
+            found.append({**facts, "missing": missing})
     return found
 
 
 def _archs() -> object:
-    """Parses the environment's arch list, with arch 9.0 for the word "native"."""
     named = archs.named_arch_list()
+    # arch 9.0 stands in for the word "native"
     return archs.parse_arch_list(named[1], lambda: [(9, 0)]) if named else None
 
 
@@ -168,18 +162,13 @@ _READ: dict[str, Callable[[], object] | None] = {
 def settings() -> list[Facts]:
     """Returns the variables that are set and that look-ups or builds read, with their problems."""
     found = []
-    for name in sorted(os.environ):
-        ours = name.startswith("APEX_TE_")
-        if not os.environ[name] or not (ours or name in _READ):
-            continue
-        problem = ""
-        read = _READ.get(name)
-        if ours and name not in _READ:
-            problem = UNREAD
-        elif read is not None:
+    for name, value in sorted(os.environ.items()):
+        if value and (name.startswith("APEX_TE_") or name in _READ):
+            problem = "" if name in _READ else UNREAD
             try:
-                read()
+                if read := _READ.get(name):
+                    read()
             except BuildError as error:
                 problem = str(error)
-        found.append({"name": name, "value": os.environ[name], "problem": problem})
+            found.append({"name": name, "value": value, "problem": problem})
     return found

@@ -26,12 +26,9 @@ def add_doctor(parser: argparse.ArgumentParser) -> None:
 def run_doctor(args: argparse.Namespace) -> int:
     """Prints the verdict and every problem; returns 0 if apex_te is ready, else 1."""
     found = verdict(gathered.of_all_ops())
-    if args.json:
-        print(json.dumps(found._asdict(), indent=1))
-    else:
-        print(found.text)
-        for problem in found.problems[1:]:
-            print_field("also", problem)
+    print(json.dumps(found._asdict(), indent=1) if args.json else found.text)
+    for problem in [] if args.json else found.problems[1:]:
+        print_field("also", problem)
     return 0 if found.ready else 1
 
 
@@ -95,12 +92,10 @@ def setting_problems(facts: Facts) -> list[str]:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Returns the numbers of a version such as "12.4", or of an arch."""
     return tuple(map(int, re.findall(r"\d+", version)))
 
 
 def _torch(facts: Facts) -> Iterator[str]:
-    """Yields the reason why torch is missing or cannot use the machine's GPUs."""
     torch, gpus = facts["torch"], facts["gpus"]
     if torch["version"] is None:
         yield "PyTorch is not installed in this Python: pip install torch"
@@ -131,14 +126,14 @@ def _part(rows: list[Facts], device: str, problems: list[str]) -> str:
 def _unusable(rows: list[Facts]) -> list[str]:
     """Returns the reasons why libraries are not usable, each once with how many it is about."""
     reasons = _by_reason(row for row in rows if row["state"] not in _USABLE)
-    return [
-        f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {reason}"
+    more = {
+        reason: f" and {len(names) - 1} more" * (len(names) > 1)
         for reason, names in reasons.items()
-    ]
+    }
+    return [f"{names[0]}{more[reason]}: {reason}" for reason, names in reasons.items()]
 
 
 def _by_reason(rows: Iterable[Facts]) -> dict[str, list[str]]:
-    """Returns the names of libraries, such as "rope (cpu)", by their reason without the op."""
     reasons: dict[str, list[str]] = {}
     for row in rows:
         reason = row["reason"].removeprefix(f"{row['op']}: ")
@@ -147,66 +142,53 @@ def _by_reason(rows: Iterable[Facts]) -> dict[str, list[str]]:
 
 
 def _machine(facts: Facts) -> Iterator[str]:
-    """Yields the lines on apex_te, machine, Python and torch."""
-    here, python, torch = facts["machine"], facts["python"], facts["torch"]
-    yield from field(
-        "apex_te", f"{facts['apex_te']['version']} in {short(facts['apex_te']['path'])}"
-    )
+    suite, here, python, torch = (facts[key] for key in ("apex_te", "machine", "python", "torch"))
+    yield from field("apex_te", f"{suite['version']} in {short(suite['path'])}")
     memory = here["memory_free"]
-    free = f", {size(memory)} of memory free" if memory is not None else ""
-    jobs = f", {here['jobs']} compilers at once" if here["jobs"] else ""
-    yield from field(
-        "machine",
-        f"{here['system']} {here['architecture']}, {here['libc']}, {here['cpu']},"
-        f" {here['cpus']} CPUs{free}{jobs}",
-    )
-    yield from field(
-        "Python", f"{python['implementation']} {python['version']}, {short(python['executable'])}"
-    )
-    if torch["version"] is None:
-        yield from field("torch", "not installed")
-    else:
-        kind = f"CUDA {torch['cuda']}" if torch["cuda"] else f"ROCm {torch['hip']}"
-        kind = kind if torch["cuda"] or torch["hip"] else "CPU only"
-        yield from field("torch", f"{torch['version']} ({kind})")
+    told = f"{here['system']} {here['architecture']}, {here['libc']}, {here['cpu']},"
+    told += f" {here['cpus']} CPUs"
+    told += f", {size(memory)} of memory free" if memory is not None else ""
+    told += f", {here['jobs']} compilers at once" if here["jobs"] else ""
+    yield from field("machine", told)
+    told = f"{python['implementation']} {python['version']}, {short(python['executable'])}"
+    yield from field("Python", told)
+    kind = f"ROCm {torch['hip']}" if torch["hip"] else "CPU only"
+    kind = f"CUDA {torch['cuda']}" if torch["cuda"] else kind
+    told = f"{torch['version']} ({kind})" if torch["version"] is not None else "not installed"
+    yield from field("torch", told)
 
 
 def _gpus(facts: Facts) -> Iterator[str]:
-    """Yields the lines on GPUs, driver and archs."""
     gpus, archs = facts["gpus"], facts["archs"]
-    driver = f"driver {gpus['driver'] or 'unknown'} for CUDA {gpus['cuda']}" if gpus["cuda"] else ""
-    devices = [
-        f"{device['name']}, arch {device['arch']}"
-        + (f", {size(device['memory'])}" if device["memory"] else "")
-        for device in gpus["devices"]
-    ]
-    for index, device in enumerate(dict.fromkeys(devices)):
-        yield from field("" if index else "GPUs", f"{devices.count(device)} x {device}")
-    if not devices:
-        yield from field("GPUs", f"none: {gpus['problem'] or 'the driver sees none'}")
-    if driver:
-        yield from field("", driver)
-    if archs["problem"]:
-        yield from field("archs", archs["problem"])
-    elif archs["archs"]:
-        yield from field("archs", f"{' '.join(archs['archs'])}, from {archs['from']}")
-    else:
-        yield from field("archs", f"none: no GPU is visible; to compile, set {archs['example']}")
+    devices = []
+    for gpu in gpus["devices"]:
+        memory = f", {size(gpu['memory'])}" if gpu["memory"] else ""
+        devices.append(f"{gpu['name']}, arch {gpu['arch']}{memory}")
+    told = [f"{devices.count(device)} x {device}" for device in dict.fromkeys(devices)]
+    told = told or [f"none: {gpus['problem'] or 'the driver sees none'}"]
+    if gpus["cuda"]:
+        told.append(f"driver {gpus['driver'] or 'unknown'} for CUDA {gpus['cuda']}")
+    yield from _fields("GPUs", told)
+    text = f"none: no GPU is visible; to compile, set {archs['example']}"
+    if archs["archs"]:
+        text = f"{' '.join(archs['archs'])}, from {archs['from']}"
+    yield from field("archs", archs["problem"] or text)
+
+
+def _fields(name: str, texts: Iterable[str]) -> Iterator[str]:
+    for index, text in enumerate(texts):
+        yield from field("" if index else name, text)
 
 
 def _tools(facts: Facts) -> Iterator[str]:
-    """Yields a line for each compiler, program and header."""
     for tool in facts["tools"]:
-        if tool["missing"]:
-            yield from field(tool["name"], f"missing: {tool['missing']}")
-            continue
         origin = f", from {tool['origin']}" if tool["origin"] else ""
         version = f"{tool['version']}, " if tool["version"] else ""
-        yield from field(tool["name"], f"{version}{short(tool['path'])}{origin}")
+        text = f"missing: {tool['missing']}" if tool["missing"] else version + short(tool["path"])
+        yield from field(tool["name"], text + origin)
 
 
 def _caches(facts: Facts) -> Iterator[str]:
-    """Yields a line for each cache folder."""
     for place in facts["caches"]:
         name = {"cache": "user cache", "extra": "read-only"}.get(place["kind"], place["kind"])
         text = f"{short(place['path'])} ({place['from']}): "
@@ -223,16 +205,14 @@ def _caches(facts: Facts) -> Iterator[str]:
 
 
 def _settings(facts: Facts) -> Iterator[str]:
-    """Yields a line for each environment variable that is set."""
-    for index, item in enumerate(facts["settings"]):
+    told = []
+    for item in facts["settings"]:
         problem = f"  <- {item['problem']}" if item["problem"] else ""
-        yield from field("" if index else "settings", f"{item['name']}={item['value']}{problem}")
-    if not facts["settings"]:
-        yield from field("settings", "none")
+        told.append(f"{item['name']}={item['value']}{problem}")
+    yield from _fields("settings", told or ["none"])
 
 
 def _libraries(facts: Facts, paths: bool) -> Iterator[str]:
-    """Yields the table of libraries and its summary; with ``paths`` the path below each row."""
     rows = facts["libraries"]
     op = min(24, max(len(row["op"]) for row in rows))
     columns = (
@@ -255,7 +235,6 @@ def _libraries(facts: Facts, paths: bool) -> Iterator[str]:
 
 
 def _cells(row: Facts) -> tuple[str, ...]:
-    """Returns the cells of a library's row."""
     seconds = f"{row['seconds']:.1f}" if row["seconds"] is not None else ""
     shown = size(row["size"]) if row["size"] is not None else ""
     archs = "+".join(row["archs"])
@@ -263,7 +242,6 @@ def _cells(row: Facts) -> tuple[str, ...]:
 
 
 def _summary(rows: list[Facts]) -> Iterator[str]:
-    """Yields the number of libraries in each state, and the reasons why some cannot be built."""
     counts = {state: [row for row in rows if row["state"] == state] for state in _ORDER}
     told = [f"{len(found)} {state}" for state, found in counts.items() if found]
     yield from field("libraries", ", ".join(told))
@@ -286,7 +264,6 @@ def lines(
     yield from _caches(facts)
     yield from _settings(facts)
     for label, texts in (more or {}).items():
-        for index, text in enumerate(texts):
-            yield from field("" if index else label, text)
+        yield from _fields(label, texts)
     yield ""
     yield from _libraries(facts, paths)

@@ -23,9 +23,8 @@ from .facts import Facts, add_ops, ops_of
 def add_why(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the command ``why`` to its parser."""
     add_ops(parser, "an op such as rms_norm, apex_te_core (the dispatcher) or apex_te_jax")
-    parser.add_argument(
-        "--device", choices=["cpu", "cuda"], help="default: cpu, and cuda where there is an arch"
-    )
+    device = "default: cpu, and cuda where there is an arch"
+    parser.add_argument("--device", choices=["cpu", "cuda"], help=device)
     parser.add_argument("--json", action="store_true", help="everything, as JSON")
 
 
@@ -38,18 +37,13 @@ def run_why(args: argparse.Namespace) -> int:
         complain("why: name an op, such as rms_norm")
         return 2
     now = gathered.here()
-    found = [
-        explain(spec, device, now) for spec in specs for device in _devices(spec, args.device, now)
-    ]
-    if args.json:
-        print(json.dumps(found, indent=1))
-    else:
-        print("\n\n".join("\n".join(lines(facts)) for facts in found))
+    found = [explain(s, device, now) for s in specs for device in _devices(s, args.device, now)]
+    texts = "\n\n".join("\n".join(lines(facts)) for facts in found)
+    print(json.dumps(found, indent=1) if args.json else texts)
     return 1 if any(facts["next"]["raises"] for facts in found) else 0
 
 
 def _devices(spec: OpSpec, device: str | None, here: gathered.Here) -> list[str]:
-    """Returns the devices to explain: ``device``, else those that a build here would be for."""
     if device is not None:
         spec.check_device(device)
         return [device]
@@ -61,14 +55,13 @@ def _devices(spec: OpSpec, device: str | None, here: gathered.Here) -> list[str]
 
 def explain(spec: OpSpec, device: str, here: gathered.Here) -> Facts:
     """Returns the explanation of one library's look-up as a dict for JSON."""
-    made = made_of(spec, device)
     facts: Facts = {
         "op": spec.NAME,
         "device": device,
         "key": key_of(spec, device),
         "abi": OP_ABI,
         "flags": normalise(library.key_flags(spec, device), str(spec.root)),
-        **made,
+        **made_of(spec, device),
         "gpus": [str(Arch(*gpu)) for gpu in here.capabilities],
     }
     try:
@@ -78,8 +71,7 @@ def explain(spec: OpSpec, device: str, here: gathered.Here) -> Facts:
     facts["wanted"] = []
     if here.targets is not None and here.targets.named is not None:
         with contextlib.suppress(BuildError):  # "next" says what is wrong
-            archs = here.archs(spec, device)
-            facts["wanted"] = [str(arch) for arch in archs]
+            facts["wanted"] = [str(arch) for arch in here.archs(spec, device)]
     places = cache.locations(spec.prebuilt_folder)
     facts["steps"] = [_step(place, spec, device, here, facts) for place in places]
     facts["next"] = _next(spec, device, here)
@@ -89,7 +81,6 @@ def explain(spec: OpSpec, device: str, here: gathered.Here) -> Facts:
 def _step(
     place: cache.Location, spec: OpSpec, device: str, here: gathered.Here, facts: Facts
 ) -> Facts:
-    """Returns the entries of a library in one cache folder with verdicts, as a dict for JSON."""
     step: Facts = {"kind": place.kind, "path": place.path, "found": [], "problem": ""}
     step["exists"] = os.path.lexists(place.path)
     try:
@@ -114,7 +105,6 @@ def _step(
 def _verdict(
     entry: Entry, spec: OpSpec, device: str, here: gathered.Here, facts: Facts
 ) -> tuple[str, bool]:
-    """Returns the verdict on an entry, and True if a look-up would use it."""
     if not facts["key"].startswith(entry.digits):
         return f"another key: {_difference(entry, spec, facts)}", False
     if entry.problem:
@@ -134,58 +124,48 @@ def _verdict(
 
 
 def _difference(entry: Entry, spec: OpSpec, facts: Facts) -> str:
-    """Returns the differences of the entry's sources and flags from the present ones, as text."""
-    theirs = entry.manifest
-    sources, flags = theirs.get("sources"), [str(flag) for flag in theirs.get("flags") or ()]
-    told = _changed_sources(sources, facts["sources"]) if isinstance(sources, dict) else []
-    told += _changed_flags(normalise(flags, str(spec.root)), facts["flags"])
+    theirs, told = entry.manifest, []
+    old, new = theirs.get("sources"), facts["sources"]
+    changes = (
+        {}
+        if old is None
+        else {
+            "changed": [name for name in new if name in old and old[name] != new[name]],
+            "new": [name for name in new if name not in old],
+            "gone": [name for name in old if name not in new],
+        }
+    )
+    for word, names in changes.items():
+        if names:
+            more = f" and {len(names) - 3} more" * (len(names) > 3)
+            told.append(f"{word} {', '.join(names[:3])}{more}")
+    old, new = normalise(theirs.get("flags") or (), str(spec.root)), facts["flags"]
+    if old and old != new:
+        added = " ".join(flag for flag in new if flag not in old)
+        dropped = " ".join(flag for flag in old if flag not in new)
+        dropped = f", not {dropped}" if dropped else ""
+        told.append(f"flags: now {added or 'in another order'}{dropped}")
     for name in ("machine", "extras"):
         if name in theirs and theirs[name] != facts[name]:
             told.append(f"for {theirs[name] if name == 'machine' else ' '.join(theirs[name])}")
     return "; ".join(told) or "nobody recorded what it was made of"
 
 
-def _changed_sources(old: dict[str, str], new: dict[str, str]) -> list[str]:
-    """Returns texts that name changed, new and vanished sources, one text for each kind."""
-    changes = {
-        "changed": [name for name in new if name in old and old[name] != new[name]],
-        "new": [name for name in new if name not in old],
-        "gone": [name for name in old if name not in new],
-    }
-    return [
-        f"{word} {', '.join(names[:3])}{f' and {len(names) - 3} more' * (len(names) > 3)}"
-        for word, names in changes.items()
-        if names
-    ]
-
-
-def _changed_flags(old: list[str], new: list[str]) -> list[str]:
-    """Returns text such as "flags: now -O3, not -O2" in a list; none if equal or unrecorded."""
-    if not old or old == new:
-        return []
-    added = " ".join(flag for flag in new if flag not in old)
-    dropped = " ".join(flag for flag in old if flag not in new)
-    return [f"flags: now {added or 'in another order'}{f', not {dropped}' * bool(dropped)}"]
-
-
 def _next(spec: OpSpec, device: str, here: gathered.Here) -> Facts:
-    """Returns the outcome of the next call as a dict for JSON."""
     row = gathered.library_facts(spec, device, here)
     state, where = row["state"], cache.user_cache().path
-    raises = state in ("failed", "cannot")
     if state in ("prebuilt", "cached"):
         text = f"loads {short(row['path'])}; no compiler runs"
     elif state == "can build":
         archs = f" for {' '.join(row['archs'])}" if row["archs"] else ""
         about = f", which took {row['seconds']:.1f} s last time" if row["seconds"] else ""
-        into = short(where)
-        if not cache.is_writable(where):
-            into = "a temporary folder, with a warning (the user cache cannot be written)"
+        into = "a temporary folder, with a warning (the user cache cannot be written)"
+        into = short(where) if cache.is_writable(where) else into
         text = f"compiles{archs}{about}, into {into}"
-    elif state == "failed":
-        text = f"raises CompileError again, stored a moment ago: {row['reason']}"
     else:
-        text = f"raises an error: {row['reason']}"
+        again = "CompileError again, stored a moment ago" if state == "failed" else "an error"
+        text = f"raises {again}: {row['reason']}"
+    raises = state in ("failed", "cannot")
     return {"state": state, "raises": raises, "text": text, "archs": row["archs"]}
 
 

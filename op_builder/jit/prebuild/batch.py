@@ -1,9 +1,6 @@
-"""Compilation of many libraries at once: which ones, for which archs, and how many compilers.
+"""Compilation of many libraries at once: which ones, for which archs, and how many compilers."""
 
-Each library is a ninja graph of its own, and the compilers of all graphs that run stay within a
-limit: the lock, the stored failure and the publication of a library are those of a build on first
-use, and what is finished stays finished when a later one fails or the process is killed.
-"""
+# Each is a build of its own, as on first use: what is finished stays so if a later one fails.
 
 from __future__ import annotations
 
@@ -15,7 +12,8 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ...spec import JaxHandlersSpec, OpSpec
+from ...spec import DISPATCHER, JaxHandlersSpec, OpSpec
+from .. import env, errors
 from ..backends import pythons
 from ..backends.archs import (
     Arch,
@@ -26,7 +24,7 @@ from ..backends.archs import (
     visible_capabilities,
 )
 from ..backends.pythons import DispatcherSpec
-from ..errors import ArchError, BuildError
+from ..build import lock, ninja, resources
 from ..find import cache
 from ..find.cache import Location
 from ..platform import soabi
@@ -34,6 +32,7 @@ from ..sources import closure
 from .build_report import BuildReport, LibraryReport
 
 DEVICES = ("cpu", "cuda")
+_LOCK = "prebuild"  # beside those of the libraries, whose names end in a key
 _STOP_PAUSE = 0.1  # seconds
 
 
@@ -67,13 +66,8 @@ def manifest_report(wanted: Wanted, state: str, path: str) -> LibraryReport:
     """Returns the row of a library in a build's report, with the facts of its manifest."""
     with open(os.path.join(os.path.dirname(path), cache.MANIFEST), encoding="utf-8") as file:
         manifest = json.load(file)
-    return wanted.report(
-        state,
-        archs=tuple(manifest["archs"]),
-        seconds=manifest["seconds"],
-        size=manifest["size"],
-        path=path,
-    )
+    known = {key: manifest[key] for key in ("seconds", "size")}
+    return wanted.report(state, archs=tuple(manifest["archs"]), path=path, **known)
 
 
 class Choice(NamedTuple):
@@ -100,7 +94,7 @@ class Targets(NamedTuple):
             return cls(None, tuple(visible_capabilities()))
         archs = parse_arch_list(named[1], visible_capabilities)
         if not archs:
-            raise ArchError(f"{named[0]} names no CUDA arch, got {named[1]!r}")
+            raise errors.ArchError(f"{named[0]} names no CUDA arch, got {named[1]!r}")
         return cls((named[0], ";".join(str(arch) for arch in archs)))
 
     @property
@@ -123,31 +117,28 @@ def plan(
     wanted: list[Wanted] = []
     rows: list[LibraryReport] = []
     for choice in choices:
-        spec, device = builders[choice.op], choice.device
-        if not choice.wanted:
-            rows.append(LibraryReport(choice.op, device, "skipped", reason=choice.reason))
-            continue
+        spec, device, reason = builders[choice.op], choice.device, choice.reason
         archs: tuple[Arch, ...] = ()
-        if spec.needs_archs(device):
+        if choice.wanted and spec.needs_archs(device):
             try:
                 archs = targets.of(spec)
-            except ArchError as error:
+            except errors.ArchError as error:
                 # a group takes what there is for these archs; but without any, nothing is right
                 if choice.insisted or not targets.known:
                     raise
-                rows.append(LibraryReport(choice.op, device, "skipped", reason=str(error)))
-                continue
-        wanted.append(Wanted(spec, device, archs))
+                reason = str(error)
+        if reason or not choice.wanted:
+            rows.append(LibraryReport(choice.op, device, "skipped", reason=reason))
+        else:
+            wanted.append(Wanted(spec, device, archs))
     return wanted, rows
 
 
 def dispatchers(named: Sequence[pythons.Python | None]) -> list[Wanted]:
     """Returns one dispatcher to compile for each Python; None is the running one."""
-    wanted = []
-    for python in named:
-        version = pythons.name_of(python.suffix if python else soabi())
-        wanted.append(Wanted(DispatcherSpec(python=python), "cpu", label=f"dispatcher {version}"))
-    return wanted
+    labels = [f"dispatcher {pythons.name_of(p.suffix if p else soabi())}" for p in named]
+    specs = [DispatcherSpec(python=python) for python in named]
+    return [Wanted(spec, "cpu", label=text) for spec, text in zip(specs, labels, strict=True)]
 
 
 def jax_handlers() -> list[Wanted]:
@@ -168,16 +159,13 @@ def _build_one(
         )  # fmt: skip
         os.close(opened.fd)
         return manifest_report(wanted, "built", opened.path)
-    except BuildError as error:
+    except errors.BuildError as error:
         return wanted.report("failed", reason=str(error))
     except Exception as error:  # a thread must answer; anything else here is an error of its own
         return wanted.report("failed", reason=f"{type(error).__name__}: {error}")
 
 
 def _stop(threads: Sequence[threading.Thread]) -> None:
-    """Stops the compilers that the threads of ``build_all`` have started."""
-    from ..build import ninja
-
     quiet = 0
     while quiet < 5 and any(thread.is_alive() for thread in threads):
         quiet = 0 if ninja.stop_all() else quiet + 1
@@ -202,7 +190,6 @@ def build_all(
     free = jobs
 
     def work(item: Wanted, share: int) -> None:
-        """Compiles one library in a thread and puts its row into ``finished``."""
         finished.put((share, item, _build_one(item, location, share, since, verbose)))
 
     try:
@@ -223,10 +210,92 @@ def build_all(
 
 
 def _fitting(pending: list[Wanted], free: int) -> Iterator[tuple[Wanted, int]]:
-    """Removes from ``pending`` the libraries whose builds can start now."""
     while pending and free:
         item = pending.pop(0)
         sources = len(item.spec.device_sources(item.device))
         share = max(1, min(sources, free - len(pending)))
         free -= share
         yield item, share
+
+
+def choose_ops(
+    builders: Mapping[str, OpSpec],
+    ops: str | Iterable[str] | None,
+    device: str | None,
+    targets: Targets,
+) -> list[Choice]:
+    """Returns a decision for each library of ``ops`` on ``device``; None stands for all of them."""
+    if device is not None and device not in DEVICES:
+        raise errors.SettingError(f"device must be one of {', '.join(DEVICES)}, got {device!r}")
+    names = sorted(builders) if ops is None else [ops] if isinstance(ops, str) else list(ops)
+    for name in names:
+        if name not in builders and name != DISPATCHER:
+            raise errors.unknown_op(name, sorted(builders))
+    choices = []
+    for name in dict.fromkeys(names):
+        if (spec := builders.get(name)) is None:
+            continue  # the dispatcher is always built
+        for each in spec.DEVICES if device is None else [device]:
+            reason = ""
+            if each not in spec.DEVICES:
+                reason = f"the op has no {each} library"
+            elif spec.needs_archs(each) and device is None and not targets.known:
+                reason = "no GPU is visible and no arch list is set"
+            choices.append(Choice(name, each, not reason, ops is not None, reason))
+    return choices
+
+
+def _missing(
+    wanted: Iterable[Wanted], targets: Targets, rows: dict[Wanted, LibraryReport]
+) -> list[Wanted]:
+    """Returns the libraries that the caches do not hold and adds the rows of others to ``rows``."""
+    missing = []
+    for item in wanted:
+        gpus: Sequence[Capability | None] = [None]
+        if item.archs and targets.named is None:
+            gpus = targets.capabilities  # as on first use: whatever covers the GPU will do
+        tags = [str(arch) for arch in item.archs]
+        found = cache.look_up_for_all(item.spec, item.device, gpus, tags)
+        if found is None:
+            missing.append(item)
+        else:
+            rows[item] = manifest_report(item, "present", found.path)
+    return missing
+
+
+def into_cache(
+    builders: Mapping[str, OpSpec],
+    choices: Sequence[Choice],
+    targets: Targets,
+    *,
+    jobs: int | None = None,
+    verbose: bool = False,
+    jax: bool = False,
+) -> BuildReport:
+    """Compiles what no cache holds of the wanted libraries and the dispatcher into the user's."""
+    started, begin = time.time(), time.monotonic()
+    if jobs is not None and jobs < 1:
+        raise errors.SettingError(f"jobs must be an integer >= 1, got {jobs}")
+    wanted, skipped = plan(builders, choices, targets)
+    wanted = [*dispatchers([None]), *(jax_handlers() if jax else ()), *wanted]
+    rows: dict[Wanted, LibraryReport] = {}
+    missing = _missing(wanted, targets, rows)
+    limit = jobs or resources.jobs()
+    if missing:
+        if env.jit_disabled():
+            raise errors.JitDisabledError(
+                f"{', '.join(f'{item.op} ({item.device})' for item in missing)}: neither prebuilt"
+                " nor cached, and APEX_TE_DISABLE_JIT forbids building"
+            )
+        folder = cache.writable_cache(cache.LOCKS).path
+        path = os.path.join(folder, cache.LOCKS, _LOCK)
+        what = f"a prebuild of {len(missing)} libraries"
+        with ninja.disk_errors(what, folder), lock.held(path, what, env.lock_timeout()):
+            missing = _missing(missing, targets, rows)
+            report = build_all(missing, None, limit, started=started, verbose=verbose)
+        rows.update(zip(missing, report.libraries, strict=True))
+    libraries = (*(rows[item] for item in wanted), *skipped)
+    report = BuildReport(libraries, time.monotonic() - begin, limit)
+    if not report.ok:
+        raise errors.PrebuildError(report.failures(), report)
+    return report

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from ..text import Column, size, table
@@ -46,11 +45,12 @@ class BuildReport(NamedTuple):
     def failures(self) -> str:
         """Returns the number of failed libraries and the reason of each, as text for an error."""
         failed = self.of_state("failed")
-        count = f"{len(failed)} of {len(self.of_state('built', 'present', 'failed'))}"
-        reasons = {f"{each.op} ({each.device}): ": each.reason for each in failed}
-        # a build says its name, too
-        lines = [name + reason.removeprefix(name) for name, reason in reasons.items()]
-        return "\n".join([f"{count} libraries could not be built", *lines])
+        lines = [f"{len(failed)} of {len(self.of_state('built', 'present', 'failed'))} libraries"]
+        lines[0] += " could not be built"
+        for each in failed:
+            name = f"{each.op} ({each.device}): "
+            lines.append(name + each.reason.removeprefix(name))  # a build says its name, too
+        return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the report as a dict of plain types, for JSON."""
@@ -60,9 +60,12 @@ class BuildReport(NamedTuple):
     def __str__(self) -> str:
         """Returns a table of the libraries, lines for those skipped, and a line with the totals."""
         shown = self.of_state("built", "present", "failed")
-        rows = [_row(library) for library in shown]
-        lines = list(table(_COLUMNS, rows, "  ")) if shown else []
-        lines += _skipped(self.of_state("skipped"))
+        lines = list(table(_COLUMNS, [_row(library) for library in shown], "  ")) if shown else []
+        groups: dict[tuple[str, str], list[str]] = {}
+        for library in self.of_state("skipped"):
+            groups.setdefault((library.device, library.reason), []).append(library.op)
+        for (device, reason), ops in groups.items():
+            lines.append(f"skipped ({device}): {', '.join(ops)}: {reason}")
         counts = [f"{len(self.of_state(state))} {state}" for state in STATES]
         total = size(sum(library.size for library in shown))
         lines.append(
@@ -73,18 +76,6 @@ class BuildReport(NamedTuple):
 
 
 def _row(library: LibraryReport) -> tuple[str, ...]:
-    """Returns the cells of a library's row."""
     seconds = f"{library.seconds:.1f}" if library.state == "built" else ""
     archs, bytes_ = " ".join(library.archs) or "-", size(library.size) if library.size else ""
     return library.op, library.device, archs, library.state, seconds, bytes_
-
-
-def _skipped(libraries: Iterable[LibraryReport]) -> list[str]:
-    """Returns one line per device and reason, with the ops skipped for that reason."""
-    groups: dict[tuple[str, str], list[str]] = {}
-    for library in libraries:
-        groups.setdefault((library.device, library.reason), []).append(library.op)
-    return [
-        f"skipped ({device}): {', '.join(ops)}: {reason}"
-        for (device, reason), ops in groups.items()
-    ]

@@ -18,8 +18,7 @@ from ..find import cache
 from ..find.cache import Location, make_private
 from ..platform import compile_for, installed_torch, machine
 from ..text import nearest
-from .batch import Choice, Targets, Wanted, build_all, dispatchers, jax_handlers, plan
-from .build_report import BuildReport
+from .batch import BuildReport, Choice, Targets, Wanted, build_all, dispatchers, jax_handlers, plan
 
 MACHINE, LABEL = "APEX_BUILD_MACHINE", "APEX_BUILD_LABEL"
 _MACHINES = ("x86_64", "aarch64")
@@ -53,44 +52,22 @@ def _apex_variables(builders: Mapping[str, OpSpec]) -> dict[str, str]:
     """Returns apex's variables that are true, with their modules, unless an op has the variable."""
     own = {spec.BUILD_VAR for spec in builders.values()}
     return {
-        variable: module
-        for variable, module in _EXTENSIONS.items()
-        if variable not in own and env.boolean(variable, False)
+        name: module
+        for name, module in _EXTENSIONS.items()
+        if name not in own and env.boolean(name, False)
     }
-
-
-def _asked_by_apex(builders: Mapping[str, OpSpec]) -> dict[str, str]:
-    """Returns the variables of apex that ask for ops, by op."""
-    asked = {}
-    for variable, module in _apex_variables(builders).items():
-        ops = served_by(module)
-        if ops is None:
-            raise SettingError(
-                f"{variable} asks for {module}, an extension of apex that apex_te does not serve;"
-                " docs/apex.md lists the ops that serve the others"
-            )
-        asked.update(dict.fromkeys(ops, variable))
-    return asked
-
-
-def notes(builders: Mapping[str, OpSpec]) -> list[str]:
-    """Returns a line for each variable of apex that is set and builds nothing."""
-    lines = [
-        f"{variable}: {module} runs on PyTorch and needs no library"
-        for variable, module in _apex_variables(builders).items()
-        if not served_by(module)
-    ]
-    lines += [
-        f"{variable} is not applicable: {text}"
-        for variable, text in _NOT_APPLICABLE.items()
-        if os.environ.get(variable)
-    ]
-    return lines
 
 
 def select(builders: Mapping[str, OpSpec]) -> list[Choice]:
     """Returns a decision for each library of the ops, from ``APEX_BUILD_*`` variables."""
-    asked = _asked_by_apex(builders)
+    asked: set[str] = set()  # by variables of apex
+    for variable, module in _apex_variables(builders).items():
+        if (ops := served_by(module)) is None:
+            raise SettingError(
+                f"{variable} asks for {module}, an extension of apex that apex_te does not serve;"
+                " docs/apex.md lists the ops that serve the others"
+            )
+        asked.update(ops)
     cpp = env.boolean(CPP_OPS, None)
     cpp = env.boolean(CPU_OPS, False) if cpp is None else cpp
     cuda = env.boolean(CUDA_OPS, False)
@@ -117,18 +94,28 @@ def select(builders: Mapping[str, OpSpec]) -> list[Choice]:
     return choices
 
 
+def notes(builders: Mapping[str, OpSpec]) -> list[str]:
+    """Returns a line for each variable of apex that is set and builds nothing."""
+    lines = []
+    for variable, module in _apex_variables(builders).items():
+        if not served_by(module):
+            lines.append(f"{variable}: {module} runs on PyTorch and needs no library")
+    for variable, text in _NOT_APPLICABLE.items():
+        if os.environ.get(variable):
+            lines.append(f"{variable} is not applicable: {text}")
+    return lines
+
+
 def _check_variables(builders: Mapping[str, OpSpec]) -> None:
-    """Refuses an ``APEX_BUILD_*`` variable that nothing reads."""
     own = [*INCLUDE_FLAGS, pythons.VARIABLE, MACHINE, LABEL]
     own += [spec.BUILD_VAR for spec in builders.values()]
     groups = {spec.INCLUDE_FLAG for spec in builders.values()}
     read = {*own, CPU_OPS, *groups, *_EXTENSIONS, *_NOT_APPLICABLE}
-    for name in sorted(os.environ):
-        if name.startswith("APEX_BUILD_") and name not in read:
-            near = nearest(name, own)
-            hint = f"did you mean {near}?" if near else f"there are: {', '.join(own)}"
-            # ascii: a character that cannot be seen is a way to misspell, too
-            raise SettingError(f"{ascii(name)[1:-1]} is set and belongs to no op; {hint}")
+    for name in sorted({each for each in os.environ if each.startswith("APEX_BUILD_")} - read):
+        near = nearest(name, own)
+        hint = f"did you mean {near}?" if near else f"there are: {', '.join(own)}"
+        # ascii: a character that cannot be seen is a way to misspell, too
+        raise SettingError(f"{ascii(name)[1:-1]} is set and belongs to no op; {hint}")
 
 
 def check_install(builders: Mapping[str, OpSpec], arguments: Iterable[str] = ()) -> list[Choice]:
@@ -188,7 +175,10 @@ def into_package(
         report = build_all(wanted, Location(target, True, "prebuilt"), resources.jobs())
     for leftover in (cache.LOCKS, cache.TEMPORARY):
         shutil.rmtree(os.path.join(target, leftover), ignore_errors=True)
-    _make_readable(target)
+    for folder, _, files in os.walk(target):  # all users may read them
+        os.chmod(folder, 0o755)
+        for name in files:
+            os.chmod(os.path.join(folder, name), 0o644)
     report = report._replace(libraries=(*report.libraries, *rows))
     if not report.ok:
         raise PrebuildError(report.failures(), report)
@@ -196,24 +186,14 @@ def into_package(
 
 
 def _check_portable(wanted: Wanted) -> None:
-    """Checks that the flags of a library are for other machines' CPUs, too."""
-    for flag in library.key_flags(wanted.spec, wanted.device):
-        if toolchain.is_for_this_machine(flag):
-            raise SettingError(
-                f"{wanted.op} ({wanted.device}): {flag} makes a library for this machine's CPU"
-                " alone; what is installed must run on others"
-            )
-    features = [] if wanted.spec.needs_archs(wanted.device) else library.cpu_features(wanted.spec)
-    if features:
+    spec, what = wanted.spec, f"{wanted.op} ({wanted.device})"
+    for flag in filter(toolchain.is_for_this_machine, library.key_flags(spec, wanted.device)):
         raise SettingError(
-            f"{wanted.op} ({wanted.device}): the compiler must make code for every {machine()} CPU,"
-            f" got one that uses {' '.join(features)} (name another in CXX)"
+            f"{what}: {flag} makes a library for this machine's CPU alone; what is installed must"
+            " run on others"
         )
-
-
-def _make_readable(target: str) -> None:
-    """Gives all users the right to read the files and folders below ``target``."""
-    for folder, _, files in os.walk(target):
-        os.chmod(folder, 0o755)
-        for name in files:
-            os.chmod(os.path.join(folder, name), 0o644)
+    if features := [] if spec.needs_archs(wanted.device) else library.cpu_features(spec):
+        raise SettingError(
+            f"{what}: the compiler must make code for every {machine()} CPU, got one that uses"
+            f" {' '.join(features)} (name another in CXX)"
+        )

@@ -29,7 +29,7 @@ from op_builder.jit.errors import (
     SettingError,
     UnknownOpError,
 )
-from op_builder.jit.prebuild import batch, install, user_cache
+from op_builder.jit.prebuild import batch, install
 from op_builder.jit.prebuild.batch import Choice, Targets
 
 NO_GPU = Targets(None)
@@ -38,7 +38,7 @@ NO_GPU = Targets(None)
 @pytest.fixture
 def ops(root, monkeypatch):
     """Six ops; no dispatcher and no handlers, which would take seconds, are built with them."""
-    for module in (user_cache, install):
+    for module in (batch, install):
         monkeypatch.setattr(module, "dispatchers", lambda named: [])
         monkeypatch.setattr(module, "jax_handlers", list)
     return {f"op{i}": make_op(root, f"op{i}") for i in range(6)}
@@ -51,8 +51,8 @@ def ops(root, monkeypatch):
 def test_limit_holds_over_all_ops(jobs, ops, tmp_path, monkeypatch):
     compiler, notes = watched_compiler(tmp_path, 0.2)
     monkeypatch.setenv("CXX", str(compiler))
-    choices = user_cache.choose_ops(ops, None, None, NO_GPU)
-    report = user_cache.into_cache(ops, choices, NO_GPU, jobs=jobs)
+    choices = batch.choose_ops(ops, None, None, NO_GPU)
+    report = batch.into_cache(ops, choices, NO_GPU, jobs=jobs)
     assert [library.state for library in report.libraries] == ["built"] * 6
     assert report.jobs == most_at_once(notes) == jobs
 
@@ -83,9 +83,9 @@ def test_sources_of_a_library_share_what_nothing_else_wants(root):
 
 
 def test_second_prebuild_finds_everything(ops):
-    choices = user_cache.choose_ops(ops, ["op1", "op2", "op1"], None, NO_GPU)
-    first = user_cache.into_cache(ops, choices, NO_GPU)
-    second = user_cache.into_cache(ops, user_cache.choose_ops(ops, "op1", "cpu", NO_GPU), NO_GPU)
+    choices = batch.choose_ops(ops, ["op1", "op2", "op1"], None, NO_GPU)
+    first = batch.into_cache(ops, choices, NO_GPU)
+    second = batch.into_cache(ops, batch.choose_ops(ops, "op1", "cpu", NO_GPU), NO_GPU)
     assert [library.state for library in first.libraries] == ["built", "built"]
     assert [library.state for library in second.libraries] == ["present"]
     assert second.libraries[0].path == first.libraries[0].path
@@ -95,7 +95,7 @@ def test_second_prebuild_finds_everything(ops):
 def test_one_failure_stops_no_other(ops, root, tmp_path):
     ops["broken"] = make_op(root, "broken", "return no_such_name;")
     with pytest.raises(PrebuildError, match="1 of 7 libraries could not be built") as caught:
-        user_cache.into_cache(ops, user_cache.choose_ops(ops, None, None, NO_GPU), NO_GPU)
+        batch.into_cache(ops, batch.choose_ops(ops, None, None, NO_GPU), NO_GPU)
     report = caught.value.report
     assert report is not None
     assert [library.op for library in report.of_state("failed")] == ["broken"]
@@ -183,7 +183,7 @@ def test_cuda_is_left_out_without_an_arch(root):
     builders = {"one": make_op(root, "one"), "two": make_op(root, "two", cuda=True)}
 
     def states(device, found):
-        chosen = user_cache.choose_ops(builders, None, device, found)
+        chosen = batch.choose_ops(builders, None, device, found)
         return [(each.op, each.device, each.wanted) for each in chosen]
 
     cpu = [("one", "cpu", True), ("two", "cpu", True)]
@@ -205,7 +205,7 @@ def test_entry_that_serves_the_gpu_is_present(root, cache_dir, monkeypatch):
     for found, state in ((Targets(None, ((9, 0),)), "present"), (Targets.find("9.0"), None)):
         (wanted,), _ = batch.plan({"op": builder}, [Choice("op", "cuda", True)], found)
         rows = {}
-        assert user_cache._missing([wanted], found, rows) == ([] if state else [wanted])
+        assert batch._missing([wanted], found, rows) == ([] if state else [wanted])
         assert [row.state for row in rows.values()] == ([state] if state else [])
 
 
@@ -244,15 +244,15 @@ def test_archs_may_be_generations_and_any_iterable():
 
 
 def test_forbidden_where_something_is_missing(ops, cache_dir, monkeypatch):
-    choices = user_cache.choose_ops(ops, "op0", None, NO_GPU)
+    choices = batch.choose_ops(ops, "op0", None, NO_GPU)
     monkeypatch.setenv("APEX_TE_DISABLE_JIT", "1")
     with pytest.raises(JitDisabledError, match=r"op0 \(cpu\): neither prebuilt nor cached"):
-        user_cache.into_cache(ops, choices, NO_GPU)
+        batch.into_cache(ops, choices, NO_GPU)
     assert list(cache_dir.iterdir()) == []
     monkeypatch.delenv("APEX_TE_DISABLE_JIT")
-    user_cache.into_cache(ops, choices, NO_GPU)
+    batch.into_cache(ops, choices, NO_GPU)
     monkeypatch.setenv("APEX_TE_DISABLE_JIT", "1")
-    assert user_cache.into_cache(ops, choices, NO_GPU).libraries[0].state == "present"
+    assert batch.into_cache(ops, choices, NO_GPU).libraries[0].state == "present"
 
 
 def test_table():
@@ -283,17 +283,17 @@ RANK = """
 import sys, time
 sys.path[:0] = [{tests!r}, {checkout!r}]
 from many_ops import make_op
-from op_builder.jit.prebuild import user_cache
+from op_builder.jit.prebuild import batch
 from op_builder.jit.prebuild.batch import Targets
 from op_builder.jit.errors import BuildError
 from pathlib import Path
-user_cache.dispatchers = lambda named: []
+batch.dispatchers = lambda named: []
 ops = {{name: make_op(Path({root!r}), name, {body!r}) for name in ("op0", "op1", "op2")}}
-choices = user_cache.choose_ops(ops, None, None, Targets(None))
+choices = batch.choose_ops(ops, None, None, Targets(None))
 print("ready", flush=True)
 sys.stdin.readline()
 try:
-    report = user_cache.into_cache(ops, choices, Targets(None), jobs=2)
+    report = batch.into_cache(ops, choices, Targets(None), jobs=2)
     print(sorted(library.state for library in report.libraries))
 except BuildError as error:
     print(str(error).splitlines()[0])
