@@ -2,6 +2,9 @@
 
 from collections.abc import Sequence
 from itertools import combinations
+from math import prod
+
+import numpy as np
 
 
 def covering(cases: Sequence[Sequence[int]], strength: int) -> set[int]:
@@ -11,14 +14,22 @@ def covering(cases: Sequence[Sequence[int]], strength: int) -> set[int]:
     values in ``cases`` that they do not have in the choice; with 0 it is the first case. Greedy:
     the case with the most new combinations comes next, the first one of several.
     """
-    strength = min(strength, *map(len, cases))
-    having = [
-        {(at, *(case[i] for i in at)) for at in combinations(range(len(case)), strength)}
-        for case in cases
-    ]
-    missing, chosen = set().union(*having), set()
-    while missing:
-        best = max(range(len(cases)), key=lambda i: len(having[i] & missing))
-        chosen.add(best)
-        missing -= having[best]
+    columns = [np.unique(column, return_inverse=True)[1] for column in np.array(cases).T]
+    sizes = [int(column.max()) + 1 for column in columns]
+    having, count = [], 0  # the numbers of each case's combinations
+    for at in combinations(range(len(columns)), min(strength, len(columns))):
+        number = np.zeros(len(cases), dtype=np.int64)
+        for i in at:
+            number = number * sizes[i] + columns[i]
+        having.append(number + count)
+        count += prod(sizes[i] for i in at)
+    having, left = np.stack(having, 1), np.arange(len(cases))
+    missing, chosen = np.ones(count, dtype=bool), set()
+    while len(left):
+        new = missing[having].sum(1)
+        best = new.argmax()
+        chosen.add(int(left[best]))
+        missing[having[best]] = False
+        keep = missing[having].any(1)
+        having, left = having[keep], left[keep]
     return chosen
