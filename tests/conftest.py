@@ -48,10 +48,11 @@ def pytest_configure(config):
 def pytest_generate_tests(metafunc):
     """Leaves out cases on CUDA where there is no GPU, and long ones without ``--long``.
 
-    Long are those marked ``long``, and those besides a choice of each test's cases in which all
-    combinations of values of n parameters occur, on each device: of 2 without a mark ``cover(n)``.
-    A node id asks for a case, whatever it is. A test of which nothing would be left keeps its
-    cases here. Done before there are items: a hundred thousand take pytest a minute.
+    Long are those marked ``long``, and those besides a choice of each test's cases, on each device:
+    one in which every row of every ``parametrize`` and every parameter of a fixture occurs, or all
+    combinations of n of them with a mark ``cover(n)``. A node id asks for a case, whatever it is.
+    A test of which nothing would be left keeps its cases here. Done before there are items: a
+    hundred thousand take pytest a minute.
     """
     result = yield
     if any("::" in arg for arg in metafunc.config.args):
@@ -62,11 +63,20 @@ def pytest_generate_tests(metafunc):
     if not metafunc.config.getoption("--long"):
         calls = [call for call in calls if not is_marked(call, "long")] or calls
         mark = metafunc.definition.get_closest_marker("cover")
-        strength = mark.args[0] if mark else 2
+        strength = mark.args[0] if mark else 1
+        rows = {}  # of an argument: the first one of those that it comes with
+        for parametrize in metafunc.definition.iter_markers("parametrize"):
+            names = parametrize.args[0]
+            names = names.replace(",", " ").split() if isinstance(names, str) else names
+            rows.update(dict.fromkeys(names, names[0]))
         families = defaultdict(list)
         for call in calls:
-            values = {name: id(value) for name, value in call.params.items() if name != "device"}
-            families[call.params.get("device")].append((call, tuple(values.values())))
+            values = defaultdict(list)
+            for name, value in call.params.items():
+                values[rows.get(name, name)].append(id(value))
+            device = values.pop("device", None)
+            family = families[device and device[0]]
+            family.append((call, [hash(tuple(row)) for row in values.values()]))
         calls = []
         for family in families.values():
             cases = [case for _, case in family]
