@@ -23,6 +23,8 @@ from covering import covering
 
 ROOT = Path(__file__).resolve().parent.parent
 GPU_MEMORY_OF_A_WORKER = 10 << 30  # bytes; 14 workers took 131 GiB
+# Folders whose products run in pairs without a mark: code there branches by two values.
+IN_PAIRS = ("ops", "recipe", "quantizer")
 try:
     import apex_te  # noqa: F401
 except ModuleNotFoundError:  # an uninstalled checkout
@@ -49,10 +51,10 @@ def pytest_generate_tests(metafunc):
     """Leaves out cases on CUDA where there is no GPU, and long ones without ``--long``.
 
     Long are those marked ``long``, and those besides a choice of each test's cases, on each device:
-    one in which every row of every ``parametrize`` and every parameter of a fixture occurs, or all
-    combinations of n of them with a mark ``cover(n)``. A node id asks for a case, whatever it is.
-    A test of which nothing would be left keeps its cases here. Done before there are items: a
-    hundred thousand take pytest a minute.
+    one in which every row of every ``parametrize`` and every parameter of a fixture occurs; all
+    combinations of n of them with a mark ``cover(n)``, and of two in ``IN_PAIRS``. A node id asks
+    for a case, whatever it is. A test of which nothing would be left keeps its cases here. Done
+    before there are items: a hundred thousand take pytest a minute.
     """
     result = yield
     if any("::" in arg for arg in metafunc.config.args):
@@ -63,7 +65,8 @@ def pytest_generate_tests(metafunc):
     if not metafunc.config.getoption("--long"):
         calls = [call for call in calls if not is_marked(call, "long")] or calls
         mark = metafunc.definition.get_closest_marker("cover")
-        strength = mark.args[0] if mark else 1
+        in_pairs = metafunc.definition.path.parent.name in IN_PAIRS
+        strength = mark.args[0] if mark else 2 if in_pairs else 1
         rows = {}  # of an argument: the first one of those that it comes with
         for parametrize in metafunc.definition.iter_markers("parametrize"):
             names = parametrize.args[0]
