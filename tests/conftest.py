@@ -23,8 +23,8 @@ from covering import covering
 
 ROOT = Path(__file__).resolve().parent.parent
 GPU_MEMORY_OF_A_WORKER = 10 << 30  # bytes; 14 workers took 131 GiB
-# Folders whose products run in pairs without a mark: code there branches by two values.
-IN_PAIRS = ("ops", "recipe", "quantizer")
+# Folders whose products run in pairs without a mark: ops branch by two values, L1 may take long.
+IN_PAIRS = {"L1", "ops", "recipe", "quantizer"}
 try:
     import apex_te  # noqa: F401
 except ModuleNotFoundError:  # an uninstalled checkout
@@ -65,7 +65,7 @@ def pytest_generate_tests(metafunc):
     if not metafunc.config.getoption("--long"):
         calls = [call for call in calls if not is_marked(call, "long")] or calls
         mark = metafunc.definition.get_closest_marker("cover")
-        in_pairs = metafunc.definition.path.parent.name in IN_PAIRS
+        in_pairs = not IN_PAIRS.isdisjoint(metafunc.definition.nodeid.split("/"))
         strength = mark.args[0] if mark else 2 if in_pairs else 1
         rows = {}  # of an argument: the first one of those that it comes with
         for parametrize in metafunc.definition.iter_markers("parametrize"):
