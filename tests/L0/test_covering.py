@@ -34,6 +34,7 @@ def test_single(a): pass
 """
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("strength", [1, 2, 3])
 @pytest.mark.parametrize("sizes", [(5,), (4, 3, 2), (7, 2, 2, 4, 3)])
 def test_every_combination_occurs(sizes, strength):
