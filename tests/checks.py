@@ -206,16 +206,21 @@ def assert_portable_gives_same_bits(body):
     assert len({digest for _, digest in answers}) == 1
 
 
-def in_pairs(**values):
-    """Parametrizes a test with the product of its arguments' values, in pairs without ``--long``.
-
-    A product is tested where a fault takes two of its values; few take three.
-    """
+def each_of(**values):
+    """Parametrizes a test with the product of its arguments' values, by their names."""
 
     def decorate(test):
         for name, choices in values.items():
             ids = [getattr(value, "__name__", str(value)) for value in choices]
             test = pytest.mark.parametrize(name, list(choices), ids=ids)(test)
-        return pytest.mark.cover(2)(test)
+        return test
 
     return decorate
+
+
+def in_pairs(**values):
+    """Parametrizes a test with the product of its arguments' values, in pairs without ``--long``.
+
+    A product is tested where a fault takes two of its values; few take three.
+    """
+    return lambda test: pytest.mark.cover(2)(each_of(**values)(test))

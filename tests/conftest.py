@@ -23,6 +23,8 @@ from covering import covering
 
 ROOT = Path(__file__).resolve().parent.parent
 GPU_MEMORY_OF_A_WORKER = 10 << 30  # bytes; 14 workers took 131 GiB
+# Folders whose products run in pairs without a mark: ops branch by two values, L1 may take long.
+IN_PAIRS = {"L1", "ops", "recipe", "quantizer"}
 try:
     import apex_te  # noqa: F401
 except ModuleNotFoundError:  # an uninstalled checkout
@@ -44,13 +46,55 @@ def pytest_configure(config):
     config.pluginmanager.unregister(name="logging-plugin")
 
 
-def pytest_collection_modifyitems(config, items):
+@pytest.hookimpl(wrapper=True)
+def pytest_generate_tests(metafunc):
     """Leaves out cases on CUDA where there is no GPU, and long ones without ``--long``.
 
-    Long are those marked ``long``, and those besides a choice of each test's cases in which all
-    combinations of values of n parameters occur, on each device: of 2 without a mark ``cover(n)``.
-    A node id asks for a case, whatever it is.
+    Long are those marked ``long``, and those besides a choice of each test's cases, on each device:
+    one in which every row of every ``parametrize`` and every parameter of a fixture occurs; all
+    combinations of n of them with a mark ``cover(n)``, and of two in ``IN_PAIRS``. A node id asks
+    for a case, whatever it is. A test of which nothing would be left keeps its cases here. Done
+    before there are items: a hundred thousand take pytest a minute.
     """
+    result = yield
+    if any("::" in arg for arg in metafunc.config.args):
+        return result
+    calls = metafunc._calls
+    if not torch.cuda.is_available():
+        calls = [call for call in calls if not is_marked(call, "cuda")] or calls
+    if not metafunc.config.getoption("--long"):
+        calls = [call for call in calls if not is_marked(call, "long")] or calls
+        mark = metafunc.definition.get_closest_marker("cover")
+        in_pairs = not IN_PAIRS.isdisjoint(metafunc.definition.nodeid.split("/"))
+        strength = mark.args[0] if mark else 2 if in_pairs else 1
+        rows = {}  # of an argument: the first one of those that it comes with
+        for parametrize in metafunc.definition.iter_markers("parametrize"):
+            names = parametrize.args[0]
+            names = names.replace(",", " ").split() if isinstance(names, str) else names
+            rows.update(dict.fromkeys(names, names[0]))
+        families = defaultdict(list)
+        for call in calls:
+            values = defaultdict(list)
+            for name, value in call.params.items():
+                values[rows.get(name, name)].append(id(value))
+            device = values.pop("device", None)
+            family = families[device and device[0]]
+            family.append((call, [hash(tuple(row)) for row in values.values()]))
+        calls = []
+        for family in families.values():
+            cases = [case for _, case in family]
+            chosen = covering(cases, strength) if len(cases[0]) > strength else range(len(cases))
+            calls += [family[i][0] for i in sorted(chosen)]
+    metafunc._calls[:] = calls
+    return result
+
+
+def is_marked(call, name):
+    return any(mark.name == name for mark in call.marks)
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leaves out tests whose cases are all on CUDA where there is no GPU, or all long."""
     if any("::" in arg for arg in config.args):
         return
     left_out = set()
@@ -60,17 +104,6 @@ def pytest_collection_modifyitems(config, items):
         left_out.clear()  # they are skipped, and the run ends well
     if not config.getoption("--long"):
         left_out.update(item for item in items if item.get_closest_marker("long"))
-        families = defaultdict(list)
-        for item in items:
-            if hasattr(item, "callspec") and item not in left_out:
-                mark, values = item.get_closest_marker("cover"), dict(item.callspec.params)
-                strength = mark.args[0] if mark else 2
-                family = (item.nodeid.partition("[")[0], values.pop("device", None), strength)
-                if len(values) > strength:
-                    families[family].append((item, tuple(map(id, values.values()))))
-        for (_, _, strength), family in families.items():
-            chosen = covering([case for _, case in family], strength)
-            left_out.update(item for i, (item, _) in enumerate(family) if i not in chosen)
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]
 

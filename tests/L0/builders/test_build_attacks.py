@@ -175,7 +175,6 @@ def pipe(path):
     os.mkfifo(path)
 
 
-@pytest.mark.cover(1)
 @pytest.mark.parametrize("attack", [link, open_to_all, open_to_group, pipe])
 @pytest.mark.parametrize("where", ["key folder", "entry", "manifest", "library"])
 def test_planted_at_every_level(root, library, where, attack):
@@ -275,9 +274,9 @@ class TestSwap:
         os.close(null)
 
     def test_names_of_many_files_under_one_number(self, tmp_path):
-        """Each of 5,000 files gets a name of its own that opens it, as short as the first's."""
+        """Each of 500 files gets a name of its own that opens it, as short as the first's."""
         names, numbers = set(), set()
-        for i in range(5000):
+        for i in range(500):
             path = tmp_path / f"{i}.so"
             path.touch()
             fd = os.open(path, os.O_RDONLY)
@@ -287,7 +286,7 @@ class TestSwap:
             names.add(name)
             numbers.add(fd)
             os.close(fd)
-        assert (len(names), len(numbers)) == (5000, 1)
+        assert (len(names), len(numbers)) == (500, 1)
         assert max(map(len, names)) < 300
         largest = (1 << 64) - 1
         assert len(cache._proc_path(1 << 30, (largest, largest))) < 300

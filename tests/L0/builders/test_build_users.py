@@ -157,7 +157,6 @@ class TestTwoUsers:
             path.chmod(stat.S_IMODE(path.stat().st_mode) | 0o055)
         assert self.victim(root, home, **environment) == "value 1\n"
 
-    @pytest.mark.cover(1)
     @pytest.mark.parametrize("way", ["HOME", "XDG_CACHE_HOME", "APEX_TE_CACHE_DIR"])
     @pytest.mark.parametrize("mode", [0o777, 0o775])
     def test_tree_exchanged_during_a_compile(self, shared, way, mode):

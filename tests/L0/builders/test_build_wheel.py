@@ -123,6 +123,7 @@ def libraries(wheel):
     return sorted(Path(name).name for name in names)
 
 
+@pytest.mark.long  # of one op: test_apex_readme
 def test_wheel_of_a_group(checkout, tmp_path, fake_compiler):
     others = {"APEX_BUILD_CPP_OPS": "1", "APEX_BUILD_ROPE": "0", "CXX": fake_compiler}
     wheel, output = make_wheel(checkout, tmp_path / "wheel", **others)

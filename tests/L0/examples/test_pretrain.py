@@ -629,7 +629,8 @@ def test_shapes_have_the_sizes_that_they_are_called():
         assert shape.flops_per_token(32768, 2048) == 6 * products + attention
 
 
-@pytest.mark.parametrize("words", [[], ["--recipe", "tensorwise", "--main-grads"], ["--packed"]])
+@pytest.mark.cover(0)
+@pytest.mark.parametrize("words", [["--recipe", "tensorwise", "--main-grads"], [], ["--packed"]])
 def test_experts_learn_and_go_on_to_the_bit(folder, tmp_path, words):
     words = ["--experts", "4", "--steps", "8", "--microbatch", "2", "--eval-tokens", "0", *words]
     words += ["--sample", "2", "--save-every", "4"]

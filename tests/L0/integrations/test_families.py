@@ -48,7 +48,6 @@ def backward(model, name, ids=IDS):
     return out.detach(), key_map(model).to_original(grads)
 
 
-@pytest.mark.cover(1)
 @FUSE
 @NAMES
 def test_equal_logits_gradients_files_and_tokens(name, fuse, tmp_path):
@@ -115,7 +114,6 @@ def test_every_gemm_is_fp8_and_tied_weights_stay(name, fuse):
             assert norm.zero_centered_gamma == name.startswith("gemma")
 
 
-@pytest.mark.cover(1)
 @RECIPES
 @pytest.mark.parametrize("name", ["qwen3", "gemma2", "phi3", "gpt_neox_fast", "t5_gated", *MOE])
 def test_fp8(name, recipe):

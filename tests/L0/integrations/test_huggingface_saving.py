@@ -44,7 +44,6 @@ def logits(model, recipe=None):
         return model.eval()(input_ids=IDS).logits
 
 
-@pytest.mark.cover(1)
 @pytest.mark.parametrize("fuse", [False, True])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_round_trips(name, fuse, tmp_path):
@@ -200,7 +199,6 @@ def adapted(model, targets):
 TARGETS = {"llama": ["q_proj", "o_proj", "up_proj"], "gpt2": ["c_attn", "c_proj", "c_fc"]}
 
 
-@pytest.mark.cover(1)
 @pytest.mark.parametrize("recipe", RECIPES, ids=["high precision", "delayed"])
 @pytest.mark.parametrize("first", ["from_torch", "adapters"])
 @pytest.mark.parametrize("name", TARGETS)

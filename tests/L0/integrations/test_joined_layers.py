@@ -116,7 +116,6 @@ def initialised(model, way):
     return dict(model.state_dict())
 
 
-@pytest.mark.cover(1)
 @pytest.mark.parametrize("way", ["apply", "meta"])
 @CASES
 def test_initialisation_gives_the_plain_models_values(name, fuse, way):
@@ -211,7 +210,6 @@ def test_optimizer_states_of_earlier_releases_load(name, trainers):
 accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
 
 
-@pytest.mark.cover(1)
 @pytest.mark.parametrize("name", ["llama", "phi3", "qwen3", "bert"])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("meta", [False, True], ids=["cpu", "meta"])

@@ -72,7 +72,6 @@ def moved(model):
     return model
 
 
-@pytest.mark.cover(1)
 @pytest.mark.parametrize("first", ["from_torch", "adapters"])
 @pytest.mark.parametrize(("method", "name"), CASES)
 def test_merged(method, name, first):

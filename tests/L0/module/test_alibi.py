@@ -58,7 +58,6 @@ def test_standard_slopes(heads, device):
     assert_close(slopes.cpu().double(), expected, rtol=1e-6, atol=0.0)
 
 
-@pytest.mark.cover(1)
 @pytest.mark.parametrize(
     "kind",
     ["no_mask", "padding", "causal", "padding_causal", "causal_bottom_right", "arbitrary",

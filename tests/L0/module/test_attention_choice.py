@@ -3,7 +3,7 @@
 import pytest
 import torch
 from attention_cases import B, G, H, build, check
-from checks import in_pairs, needs_cuda
+from checks import each_of, in_pairs, needs_cuda
 from flash_stand_in import as_on_a_gpu
 
 from apex_te.module.attention import candidates, choice, cudnn, plan
@@ -191,7 +191,7 @@ LENGTHS = {
 }
 
 
-@in_pairs(
+@each_of(
     form=["full", "causal", "bottom_right", "window", "both sides", "mask", "padding"],
     sizes=[*SIZES, (24, 16)],
     groups=[1, G, H],

@@ -90,7 +90,6 @@ def repeatable(monkeypatch):
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.cover(1)
 @modules
 @recipes
 def test_equals_casting_before(name, recipe, repeatable, device):
@@ -129,7 +128,6 @@ def test_gives_its_dtype_for_any_input(name, dtype, device):
         assert all(grad.dtype == torch.float32 for grad in grads.values())
 
 
-@pytest.mark.cover(1)
 @modules
 @recipes
 @pytest.mark.parametrize("use_reentrant", [True, False])
@@ -146,7 +144,6 @@ def test_recomputed_equals_kept(name, recipe, use_reentrant, repeatable, device)
         assert same_bits(grad, again[2][key]), key
 
 
-@pytest.mark.cover(1)
 @pytest.mark.parametrize("name", [n for n in MODULES if n not in ("LayerNorm", "RMSNorm")])
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise"])
 def test_cached_weights(name, recipe, repeatable, device):

@@ -71,7 +71,6 @@ def run(model, batches, recipe, promises, again=lambda f, x: f(x), with_state=Tr
     return seen + (fp8_state(model) if with_state else [])
 
 
-@pytest.mark.cover(2)
 @held
 @each_recipe
 @each_kind
@@ -88,7 +87,6 @@ def test_equals_quantizing_again_while_scales_stay(kind, name, held, device, mon
     assert_same_bits(run(other, batches, recipe, (True, False), **options), expected)
 
 
-@pytest.mark.cover(2)
 @held
 @each_recipe
 @each_kind
@@ -106,7 +104,6 @@ def test_recompute_reads_what_the_forward_read(again, kind, name, held, device, 
     assert_same_bits(run(other, batches, recipe, promises, RECOMPUTES[again]), expected)
 
 
-@pytest.mark.cover(1)
 @held
 @each_recipe
 @each_kind

@@ -49,7 +49,7 @@ MODULES = GEMM_MODULES | BLOCKS | PLAIN_MODULES
 MOVING = {**RECIPES, "delayed": DelayedScaling(amax_history_len=3)}
 # Every module, every recipe. Tracing costs a second for each; the layer of a Transformer has others
 # in it, and test_compile_regions has every recipe.
-SHORT = [(name, "delayed") for name in ("GroupedLinear", "TransformerLayer")]
+SHORT = [("TransformerLayer", "delayed")]  # GroupedLinear: test_grouped_single
 PAIRS = [(name, "delayed") for name in (*GEMM_MODULES, *BLOCKS)]
 PAIRS += [("gelu", recipe) for recipe in SCHEMES if recipe != "delayed"]
 OTHER_PAIRS = [
@@ -156,6 +156,7 @@ def test_equals_eager_without_fp8(device, name):
     assert check(name, device, [(False, None)] * 3) == [1, 1, 1]
 
 
+@pytest.mark.cover(0)
 @pytest.mark.parametrize("name", PLAIN_MODULES)
 def test_modules_without_products_ignore_fp8(device, name):
     graphs = check(name, device, [(True, DelayedScaling())] * 3)
@@ -197,13 +198,8 @@ def test_a_warm_state(device):
         assert torch.equal(found[1][key], value), key
 
 
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        pytest.param(r, marks=() if r in ("delayed", "tensorwise") else pytest.mark.long)
-        for r in SCHEMES
-    ],
-)
+@pytest.mark.long  # in short: test_a_changed_recipe_is_followed, which returns to equal ones
+@pytest.mark.parametrize("recipe", SCHEMES)
 def test_equal_recipes_share_a_graph(device, recipe):
     regions = [(True, dataclasses.replace(MOVING[recipe])) for _ in range(4)]
     assert len({id(r) for _, r in regions}) == 4
@@ -240,11 +236,11 @@ def test_without_gradients(device, recipe):
     ("kind", "options"),
     [
         (Linear, {"parameters_split": ("a", "b")}),
-        (Linear, {"fuse_wgrad_accumulation": True}),
-        (LayerNormLinear, {"return_bias": True, "return_layernorm_output": True}),
         *(
             pytest.param(*case, marks=pytest.mark.long)
             for case in (
+                (Linear, {"fuse_wgrad_accumulation": True}),
+                (LayerNormLinear, {"return_bias": True, "return_layernorm_output": True}),
                 (Linear, {"save_original_input": True}),
                 (Linear, {"return_bias": True}),
                 (LayerNormMLP, {"return_bias": True, "return_layernorm_output": True}),
@@ -277,7 +273,7 @@ def test_another_number_of_rows(device):
     module = build("LayerNormLinear", device)
     run = compiled(module, device)
     graphs = []
-    for rows in (8, 12, 20, 36, 52):
+    for rows in (8, 12, 20, 36):
         x = torch.randn(rows, H).to(device, next(module.parameters()).dtype)
         with fp8_autocast(True, RECIPES["tensorwise"]):
             found, expected = run(x), module(x)

@@ -64,8 +64,7 @@ def compare(found, expected):
         ("Linear", "delayed", 1),
         pytest.param("Linear", "delayed", 3, marks=pytest.mark.long),
         pytest.param("LayerNormMLP", "delayed", 1, marks=pytest.mark.long),
-        ("Linear", "blockwise", 1),
-        *(pytest.param("Linear", r, 1, marks=pytest.mark.long) for r in OTHERS if r != "blockwise"),
+        *(pytest.param("Linear", r, 1, marks=pytest.mark.long) for r in OTHERS),
     ],
 )
 def test_equals_eager(device, name, recipe, interval):

@@ -103,14 +103,13 @@ def check(module, function, device, steps=4):
     ("name", "recipe"),
     [
         ("LayerNormMLP", "delayed"),
-        *(("Linear", r) for r in SCHEMES if r != "delayed"),
+        ("Linear", "blockwise"),
         *(
-            pytest.param("LayerNormMLP", r, marks=pytest.mark.long)
-            for r in SCHEMES
-            if r != "delayed"
+            pytest.param(name, r, marks=pytest.mark.long)
+            for name in MODULES
+            for r in (SCHEMES if name != "TransformerLayer" else ["delayed"])
+            if (name, r) not in (("LayerNormMLP", "delayed"), ("Linear", "blockwise"))
         ),
-        pytest.param("Linear", "delayed", marks=pytest.mark.long),
-        pytest.param("TransformerLayer", "delayed", marks=pytest.mark.long),
     ],
 )
 def test_equals_eager(device, name, recipe):
@@ -153,7 +152,7 @@ def test_the_default_recipe_and_nested_regions(device):
     check(module, function, device)
 
 
-@pytest.mark.cover(0)
+@pytest.mark.long
 @pytest.mark.parametrize("interval", [1, 3])
 def test_several_regions_in_one_graph(device, interval):
     """Each counts; scales of the first move on entering the second where one region is enough."""
@@ -316,7 +315,7 @@ BREAKS = [
 ]
 
 
-@pytest.mark.cover(1)
+@pytest.mark.cover(0)
 @pytest.mark.parametrize("function", BREAKS)
 @pytest.mark.parametrize("name", ["delayed", "tensorwise"])
 def test_graphs_that_break_run_in_fp8(device, name, function):

@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 import torch
-from checks import in_pairs
+from checks import each_of
 from emulated_ranks import emulate
 from flash_stand_in import as_on_a_gpu
 
@@ -52,7 +52,7 @@ def results(module, tensors, grad, mask):
     return [out[0].detach(), *(x.grad for x in leaves), out[1]]
 
 
-@in_pairs(
+@each_of(
     size=[2, 4],
     kind=["padding", "padding_causal", "padding_causal_bottom_right", "cross"],
     holes=["right", "left", "a chunk", "anywhere"],

@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 import torch
-from checks import in_pairs
+from checks import each_of
 from emulated_ranks import emulate
 from flash_stand_in import as_on_a_gpu
 from test_context_parallel_padding import joined, own, results
@@ -20,7 +20,7 @@ def _on_a_gpu(monkeypatch, device):
         yield
 
 
-@in_pairs(
+@each_of(
     size=[2, 3, 4],
     window=[(3, 0), (9, 0), (40, 0), (2, 3), (0, 0)],
     batch=[1, 2],

@@ -80,8 +80,8 @@ def test_without_gradients(path):
             torch.testing.assert_close(module(x, x, x), module(x, x, x.clone().requires_grad_()))
 
 
-@pytest.mark.cover(1)
-@pytest.mark.parametrize("kind", ["causal", "padding_causal"])
+@pytest.mark.cover(0)
+@pytest.mark.parametrize("kind", ["padding_causal", "causal"])
 def test_compiles(kind, path):
     module, x = DotProductAttention(2, 4, attn_mask_type=kind), torch.randn(8, 2, 2, 4)
     mask = torch.zeros(2, 1, 1, 8, dtype=torch.bool) if kind == "padding_causal" else None

@@ -75,7 +75,6 @@ RECIPES["functions_pow2"] = DelayedScaling(
 )
 
 
-@pytest.mark.cover(1)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("recompute", [False, True])
 def test_training_is_the_same_with_evaluations_in_between(recipe, recompute, device):

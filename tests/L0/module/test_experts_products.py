@@ -159,7 +159,6 @@ def _as_on_a_gpu(request, device, feature, monkeypatch):
         request.getfixturevalue("graphs_on_cpu")
 
 
-@pytest.mark.cover(2)
 @pytest.mark.parametrize("count", SIZES)
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("held", [False, True], ids=["bf16 weights", "FP8 weights"])

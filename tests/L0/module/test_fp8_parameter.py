@@ -413,7 +413,6 @@ def test_views_share_the_data():
     assert torch.equal(weight.detach().dequantize(), torch.full((32, 32), 2.0))
 
 
-@pytest.mark.cover(2)
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.endswith("tensor")])
 def test_modules(kind, name, device):

@@ -151,6 +151,7 @@ def test_forward_and_backward_use_the_decoded_values(
     assert_holds(layer.weight, file)
 
 
+@pytest.mark.cover(0)
 @pytest.mark.parametrize("form", ["block fp32", "tensor"])
 def test_compiled(form):
     layer, file = linear(form, (304, 112))

@@ -122,7 +122,6 @@ def prepared(kind, name, device, monkeypatch):
     return recipe, x, dy
 
 
-@pytest.mark.cover(2)
 @each_recipe
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("learns", ["nothing", "biases"])

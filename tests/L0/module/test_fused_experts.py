@@ -15,7 +15,7 @@ from apex_te.module.grouped import experts
 from apex_te.module.grouped.linear import GroupedLinear
 from apex_te.module.grouped.on_device import GroupsCall
 from apex_te.ops.swiglu import ClampedSwiglu
-from tests.checks import assert_same_bits, in_pairs
+from tests.checks import assert_same_bits, each_of, in_pairs
 
 pytestmark = pytest.mark.filterwarnings("ignore:apex_te")
 TOKENS, TOP_K, EXPERTS, HIDDEN, FFN = 24, 2, 5, 48, 128
@@ -106,7 +106,7 @@ def assert_alike(results, device):
     assert_close(dprobs, wanted_probs)
 
 
-@in_pairs(name=NAMES, unused=[True, False], activation=ACTIVATIONS, bias=[False, True])
+@each_of(name=NAMES, unused=[True, False], activation=ACTIVATIONS, bias=[False, True])
 def test_same_bits_as_one_op_at_a_time(device, monkeypatch, name, unused, activation, bias):
     model, other = pair(device, activation=activation, bias=bias)
     for _ in range(3):

@@ -51,7 +51,6 @@ def split(out: torch.Tensor, counts: list[int], layout: str) -> list[torch.Tenso
     return [row[:count] for row, count in zip(rows, counts, strict=True)]
 
 
-@pytest.mark.cover(1)
 @pytest.mark.parametrize("kind", ["causal", "padding_causal"])
 @pytest.mark.parametrize("layout", ["sbhd", "bshd", "thd"])
 @pytest.mark.parametrize("interleaved", [True, False])

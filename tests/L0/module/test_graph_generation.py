@@ -227,7 +227,6 @@ def test_windows_count_back_from_each_sequence(layout, device):
     generate(module, inputs, expected, layout, params)
 
 
-@pytest.mark.cover(1)
 @pytest.mark.parametrize("layout", ["bshd", "thd"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_a_capture_records_holds_no_length(kind, layout, monkeypatch):

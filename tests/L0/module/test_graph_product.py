@@ -69,7 +69,6 @@ def _graphs(request, device, monkeypatch):
         yield
 
 
-@pytest.mark.cover(1)
 @pytest.mark.parametrize("microbatches", [1, 2, 3, 4])
 @pytest.mark.parametrize("caching", [True, False])
 @each_recipe

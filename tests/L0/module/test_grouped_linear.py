@@ -91,8 +91,9 @@ def test_without_fp8_it_is_linear_on_each_group(dtype, bias, device):
     assert not module.fp8_state.allocated
 
 
-@pytest.mark.cover(1)
-@pytest.mark.parametrize("count", [21, 22, 64, 200, 1023])
+@pytest.mark.parametrize(
+    "count", [21, 22, 1023, *(pytest.param(n, marks=pytest.mark.long) for n in (64, 200))]
+)
 def test_many_experts_update_their_scales(count, device):
     """Experts have the outputs and the state of a Linear of their own, step by step."""
     grouped = GroupedLinear(count, 16, 16, bias=False, device=device)

@@ -33,7 +33,6 @@ def _splits_stay_on_device(request, monkeypatch):
         read_on_device(monkeypatch)
 
 
-@pytest.mark.cover(1)
 @pytest.mark.parametrize("int64", [False, True])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("name", [None, *RECIPES])

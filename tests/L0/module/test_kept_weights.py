@@ -514,6 +514,7 @@ def test_arguments():
         keep_fp8_weights(torch.nn.Sequential(torch.nn.Linear(4, 4), build("Linear")))
 
 
+@pytest.mark.cover(0)
 @pytest.mark.parametrize("recipe", KEPT)
 def test_compiled_forward(recipe):
     def call(model):

@@ -99,7 +99,8 @@ def test_nothing_visible_and_recomputed(device):
     assert torch.equal(runs[0][1], runs[1][1])
 
 
-@pytest.mark.parametrize("kind", ["causal", "padding"])
+@pytest.mark.cover(0)
+@pytest.mark.parametrize("kind", ["padding", "causal"])
 def test_compiles(kind):
     module = DotProductAttention(2, D, attn_mask_type=kind, return_max_logit=True)
     q = torch.randn(5, 1, 2, D)

@@ -69,7 +69,6 @@ def test_shapes(name, recipe, dtype):
     assert found[0] == found[1]
 
 
-@pytest.mark.cover(1)
 @modules
 @recipes
 def test_a_run_on_meta_leaves_no_trace(name, recipe):

@@ -102,7 +102,6 @@ def train(name, recipe, tokens, device, padded=None, ways=lambda module: module)
     return found
 
 
-@pytest.mark.cover(1)
 @each_recipe
 @each_module
 @pytest.mark.parametrize("tokens", TOKENS)
@@ -141,7 +140,6 @@ def test_compiled(device, name, recipe):
     assert_same_bits(train(name, recipe, 33, device, ways=ways), expected)
 
 
-@pytest.mark.cover(1)
 @each_recipe
 @pytest.mark.parametrize("name", ["Linear", "LayerNormLinear", "swiglu"])
 def test_captured_with_its_weights(request, device, name, recipe):

@@ -113,7 +113,6 @@ def test_mlp_is_that_of_zeros_behind(device, poison, lengths, tokens, recipe, ac
     assert lengths
 
 
-@pytest.mark.cover(1)
 @tokens
 @pytest.mark.parametrize("activation", ["swiglu", "gelu", "silu"])
 def test_mlp_with_biases_is_that_of_single_tokens(device, poison, lengths, tokens, activation):
@@ -165,7 +164,6 @@ def test_transformer_layer(device, poison, lengths, tokens, recipe, options):
         assert sqnr(plain[name], found[name]) > 15, name
 
 
-@pytest.mark.cover(1)
 @recipes
 @pytest.mark.parametrize("tokens", [(2, 15), (3, 11)], ids=str)
 @pytest.mark.parametrize("reentrant", [True, False])

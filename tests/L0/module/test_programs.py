@@ -369,7 +369,6 @@ def layer_steps(options, recipe, dtype, enabled, device="cpu"):
     return results, layer
 
 
-@pytest.mark.cover(1)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("recipe", RECIPES)

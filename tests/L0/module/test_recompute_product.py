@@ -137,7 +137,6 @@ def check(device, ways, tracked, *case):
         assert_same_bits(found, expected)
 
 
-@pytest.mark.cover(1)
 @pytest.mark.parametrize("kind", ["TransformerLayer", "decoder", "MultiheadAttention"])
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("dropout", [0.0, 0.1])

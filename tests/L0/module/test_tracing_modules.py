@@ -108,7 +108,6 @@ def test_modes_see_the_ops_of_both_passes(setting, name, kind):
     assert seen.names or plain
 
 
-@pytest.mark.cover(1)
 @every
 @all_recipes
 def test_make_fx(setting):
@@ -117,7 +116,6 @@ def test_make_fx(setting):
     assert_same(graph(setting.x), expected)
 
 
-@pytest.mark.cover(1)
 @every
 @all_recipes
 @pytest.mark.filterwarnings("ignore")
@@ -139,7 +137,6 @@ class Wrapped(torch.nn.Module):
         return self.setting.run(self.module, x)
 
 
-@pytest.mark.cover(1)
 @every
 @all_recipes
 def test_export(setting):

@@ -91,7 +91,6 @@ class TestDropout:
         assert not torch.equal(layer(x), first)
 
 
-@pytest.mark.cover(1)
 @pytest.mark.parametrize("which", ["ours", True, False, "core"])
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("options", [{}, {**LLAMA, "drop_path_rate": 0.2}], ids=str)

@@ -85,17 +85,6 @@ def test_extremes(device):
         assert dsink.isfinite().all()
 
 
-def test_repeats_its_bits(device):
-    values, dout, lse, sink = (x.to(device) for x in inputs((2, 4, 1000, 64), torch.bfloat16))
-    found = []
-    for _ in range(3):
-        out, total = attention_sink_fwd(values, lse, sink)
-        found.append((out, total, attention_sink_bwd(dout, out, total, sink)))
-    for other in found[1:]:
-        for a, b in zip(found[0], other, strict=True):
-            assert_same_bits(a, b)
-
-
 @pytest.mark.parametrize("shape", [(0, 3, 5, 8), (2, 0, 5, 8), (2, 3, 0, 8), (2, 3, 5, 0)])
 def test_empty(device, shape):
     values, dout, lse, sink = (x.to(device) for x in inputs(shape, torch.bfloat16))

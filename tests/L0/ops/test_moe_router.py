@@ -5,10 +5,8 @@ import torch
 from checks import (
     DTYPES,
     assert_as_good_as_torch,
-    assert_runs_in_graph_and_on_stream,
     assert_same_bits,
     in_pairs,
-    layouts,
     needs_cuda,
 )
 
@@ -183,20 +181,6 @@ def test_far_logits_have_finite_gradients(device, score):
     total = made.probs.square().sum() + made.scores.square().sum() + made.lse.sum()
     (grad,) = torch.autograd.grad(total, logits)
     assert grad.isfinite().all()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_layouts(device, dtype):
-    x = torch.randn(40, 24, device=device).to(dtype)
-    made, weight = router.topk_router(x, 3, score_function="sigmoid"), torch.randn(40, 3)
-    expected = None
-    for name, view in [("plain", x), *layouts(x)]:
-        given = view.detach().requires_grad_()
-        again = router.topk_router(given, 3, score_function="sigmoid")
-        assert_same_bits(again, made)
-        (grad,) = torch.autograd.grad((again.probs * weight.to(device)).sum(), given)
-        expected = grad if expected is None else expected
-        assert torch.equal(grad, expected), name
 
 
 @pytest.mark.parametrize("leading", [(), (0,), (3, 4), (2, 0, 5)])
@@ -482,13 +466,6 @@ def test_second_derivatives_are_refused():
         grad.sum().backward()
 
 
-def test_meta_tensors():
-    made = router.topk_router_dense(torch.empty(5, 8, device="meta", dtype=torch.bfloat16), 2)
-    assert [(t.shape, t.dtype) for t in made] == [
-        ((5, 8), torch.bfloat16), ((5, 8), torch.bool), ((5, 2), torch.int32), ((8,), torch.int32),
-    ]  # fmt: skip
-
-
 @pytest.mark.cuda
 @needs_cuda
 @in_pairs(
@@ -548,17 +525,6 @@ def test_many_tokens_are_counted():
     aux = router.aux_scores(x, 4, sequences=10, sequence_first=True)
     own = router.aux_scores(x[3::10].contiguous(), 4)
     assert torch.equal(aux.counts[3], own.counts)
-
-
-@pytest.mark.cuda
-@needs_cuda
-def test_graph_and_stream():
-    def both(x):
-        made = op.moe_router_fwd(x, 8, outputs=OUTPUTS, num_groups=8, group_topk=4)
-        assert made.probs is not None
-        return *made, op.moe_router_bwd(x, made.index, grad_probs=made.probs)
-
-    assert_runs_in_graph_and_on_stream(both, [torch.randn(500, 256, device="cuda").bfloat16()])
 
 
 @pytest.mark.cuda

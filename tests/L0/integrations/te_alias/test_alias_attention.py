@@ -72,7 +72,6 @@ def arguments(kind, device):
     return given
 
 
-@pytest.mark.cover(1)
 @pytest.mark.parametrize("scheme", [None, *SCHEMES])
 @pytest.mark.parametrize("kind", LAYERS)
 def test_results_are_those_of_apex_te(kind, scheme, device):

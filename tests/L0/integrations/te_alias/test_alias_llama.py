@@ -56,7 +56,6 @@ def test_logits_are_those_of_transformers(layout, side):
     torch.testing.assert_close(model(ids, mask).logits[mask.bool()], expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.cover(1)
 @pytest.mark.parametrize("layout", ["bshd", "thd"])
 @pytest.mark.parametrize("scheme", [None, *SCHEMES])
 def test_it_trains(layout, scheme):

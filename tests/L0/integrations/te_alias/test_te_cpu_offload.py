@@ -237,7 +237,6 @@ def gradients(model, x, steps=3):
     return found
 
 
-@pytest.mark.cover(2)
 @each_recipe
 @each_module
 @pytest.mark.parametrize("retain", [False, True])
@@ -259,7 +258,6 @@ def test_modules_offloaded(kind, name, retain, device):
     assert offload.get_offloaded_total_size_mb() == 0  # and no cycle keeps it
 
 
-@pytest.mark.cover(2)
 @each_recipe
 @each_module
 @pytest.mark.parametrize("released", [0, 1, 2])
