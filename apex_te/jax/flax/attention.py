@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from ..attention import MASK_TYPES, dot_product_attention
 from ..context_parallel import context_parallel_attention, token_positions
 from ..joined_columns import joined_columns
-from ..product import can_fuse_norm
+from ..layernorm_dense import norm_dense
 from ..region import active_recipe
 from ..rotary import rotary_pos_emb
 from . import logical_axes as axes
@@ -23,7 +23,7 @@ from .module import (
     Initializer,
     LayerNormDenseGeneral,
     TransformerEngineBase,
-    dense_parameters,
+    adapted_parameters,
     last_dimension_parts,
     placed,
 )
@@ -180,8 +180,8 @@ class _Kernel(DenseGeneral):
 
     @nn.compact
     def __call__(self, width: Any) -> Any:
-        """Returns the kernel [width, columns] and the bias or None."""
-        return dense_parameters(self, (width,))
+        """Returns the kernel [width, columns], the bias or None, and what adapts it or None."""
+        return adapted_parameters(self, width)
 
 
 class _Projection(LayerNormDenseGeneral):
@@ -194,20 +194,27 @@ class _Projection(LayerNormDenseGeneral):
         """Returns each kernel's GEMM [..., width], and the norm's output.
 
         That is ``inputs`` [..., in] without a norm, and None if it is only made in FP8. ``beside``
-        are pairs of a kernel, [in, width] or [in, kernels, width], and its bias or None.
+        are a kernel, [in, width] or [in, kernels, width], its bias or None, and what adapts it or
+        None.
         """
         state = self._fp8_state() or {}
-        found = self._prepared(inputs, state)
-        kernels = [found.kernel, *(each for each, _ in beside)]
-        parts = last_dimension_parts(found.kernel, self.kernel_axes)
+        x, norm, kernel, bias, adapter = self._operands(inputs)
+        kernels = [kernel, *(each for each, _, _ in beside)]
+        parts = last_dimension_parts(kernel, self.kernel_axes)
         columns = joined_columns(kernels, parts, active_recipe())
-        bias = found.bias
         if bias is not None:
-            bias = columns.join([bias, *(each for _, each in beside)], 0)
-        found = found._replace(kernel=columns.join(kernels, 1), bias=bias)
-        if can_fuse_norm(state) and found.x.ndim > 1:
-            return self._fused(found, state, columns), found.normed
-        return columns.split(self._dense(found.x, found.kernel, bias, state, 0)), found.normed
+            bias = columns.join([bias, *(each for _, each, _ in beside)], 0)
+        products, normed = norm_dense(
+            x, norm, columns.join(kernels, 1), bias, state, self.dot_input_axes, columns,
+            self._returns_norm or adapter is not None,
+        )  # fmt: skip
+        if adapter is not None:
+            added = []
+            for one, adapts in zip(kernels, [adapter, *(a for _, _, a in beside)], strict=True):
+                more = adapts(normed)
+                added += [more] if one.ndim == 2 else list(jnp.moveaxis(more, -2, 0))
+            products = [y + more for y, more in zip(products, added, strict=True)]
+        return products, normed
 
 
 class MultiHeadAttention(TransformerEngineBase):
