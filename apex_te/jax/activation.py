@@ -15,17 +15,17 @@ from .quantize import refuse
 
 __all__ = ["activation"]
 
+Function = Callable[[jax.Array], jax.Array]
+Params = Mapping[str, float] | ClampedSwiglu | None
 _CLAMPED = ("clamped_silu", "clamped_linear")
 # gate * sigmoid(1.702 gate) * up, of halves that are not clamped.
 _QUICK_GEGLU = ClampedSwiglu(math.inf, 1.702, 0.0)
 
 
 def activation(
-    x: jax.Array,
-    activation_type: Sequence[str | Callable[[jax.Array], jax.Array]],
-    quantizer: None = None,
-    act_params: Mapping[str, float] | ClampedSwiglu | None = None,
-) -> jax.Array:
+    x: jax.Array, activation_type: Sequence[str | Function], quantizer: None = None,
+    act_params: Params = None,
+) -> jax.Array:  # fmt: skip
     """Applies one function to each part of an array, and multiplies the results; differentiable.
 
     Args:

@@ -16,7 +16,7 @@ from .first_step import with_first_scale
 from .grouped_dense import grouped_dense
 from .ops._gradient import flag, is_wanted, materialised
 from .ops._rows import rowwise
-from .places import placed
+from .places import Axes, placed
 from .quantize import QuantizerSet, entered, refuse
 from .quantizer import Quantized, quantizer_of
 from .region import active_recipe
@@ -28,17 +28,12 @@ _INPUT, _WEIGHT, _GRAD = 0, 1, 0
 
 
 def dense(
-    x: jax.Array,
-    kernel: jax.Array,
-    bias: jax.Array | None = None,
+    x: jax.Array, kernel: jax.Array, bias: jax.Array | None = None,
     contracting_dims: tuple[Sequence[int], Sequence[int]] = ((1,), (0,)),
-    transpose_batch_sequence: bool = False,
-    input_axes: tuple[str | None, ...] | None = None,
-    kernel_axes: tuple[str | None, ...] | None = None,
-    output_axes: tuple[str | None, ...] | None = None,
-    collective_op_set: None = None,
-    quantizer_set: QuantizerSet | None = None,
-) -> jax.Array:
+    transpose_batch_sequence: bool = False, input_axes: Axes | None = None,
+    kernel_axes: Axes | None = None, output_axes: Axes | None = None,
+    collective_op_set: None = None, quantizer_set: QuantizerSet | None = None,
+) -> jax.Array:  # fmt: skip
     """Computes x @ kernel + bias, differentiably.
 
     Any dimension may be sharded over a mesh: each device computes its shard, sums over a sharded
@@ -81,9 +76,8 @@ def dense(
         bias = None if bias is None else bias.astype(x.dtype)
         rest = [i for i in range(x.ndim) if i not in left]
         features = [i for i in range(kernel.ndim) if i not in right]
-        y = dense_with_state(
-            x.transpose(*rest, *left), kernel.transpose(*right, *features), bias, state, 0, len(left)
-        )
+        x, kernel = x.transpose(*rest, *left), kernel.transpose(*right, *features)
+        y = dense_with_state(x, kernel, bias, state, inner=len(left))
         return placed(y, output_axes)
 
 

@@ -127,7 +127,9 @@ class _Steps:
 
 
 @functools.lru_cache(maxsize=64)
-def _layer(recipe: Recipe, activation: str | ClampedSwiglu, norm: Norm | None) -> Callable[..., jax.Array]:
+def _layer(
+    recipe: Recipe, activation: str | ClampedSwiglu, norm: Norm | None
+) -> Callable[..., Any]:
     """Returns the differentiable layer of a recipe, an activation and a norm."""
     steps = _Steps(recipe, activation, norm)
     one, two = steps.products

@@ -31,17 +31,13 @@ _QUANTIZERS = ("delayed", "current")
 
 
 def grouped_dense(
-    x: jax.Array,
-    kernel: jax.Array,
-    group_sizes: jax.Array,
+    x: jax.Array, kernel: jax.Array, group_sizes: jax.Array,
     contracting_dims: tuple[Sequence[int], Sequence[int]] = ((1,), (1,)),
-    bias: jax.Array | None = None,
-    precision: Any = jax.lax.Precision.DEFAULT,
-    preferred_element_type: Any = None,
-    group_offset: None = None,
+    bias: jax.Array | None = None, precision: Any = jax.lax.Precision.DEFAULT,
+    preferred_element_type: Any = None, group_offset: None = None,
     quantizer_set: QuantizerSet | None = None,
     kernel_fsdp_info: tuple[str | None, int] = (None, -1),
-) -> jax.Array:
+) -> jax.Array:  # fmt: skip
     """Computes x[r] @ kernel[g] + bias[g] for each row r of each group g, differentiably.
 
     The groups lie one after the other in ``x``. Their sizes are read on the device: other sizes
@@ -74,13 +70,11 @@ def grouped_dense(
             argument that must have one value has another.
     """
     refuse(_NAME, group_offset=group_offset)
-    if tuple(kernel_fsdp_info) != (None, -1):
+    dims = tuple(map(tuple, contracting_dims))
+    if dims != ((1,), (1,)) or tuple(kernel_fsdp_info) != (None, -1):
         raise NotImplementedError(
-            f"{_NAME}: kernel_fsdp_info must be (None, -1), got {kernel_fsdp_info}"
-        )
-    if tuple(map(tuple, contracting_dims)) != ((1,), (1,)):
-        raise NotImplementedError(
-            f"{_NAME}: contracting_dims must be ((1,), (1,)), got {contracting_dims}"
+            f"{_NAME}: contracting_dims and kernel_fsdp_info must be ((1,), (1,)) and (None, -1),"
+            f" got {dims} and {kernel_fsdp_info}"
         )
     shapes = [list(jnp.shape(each)) for each in (x, kernel, group_sizes)]
     if len(shapes[0]) != 2 or shapes[1][:2] != [*shapes[2], shapes[0][1]] or len(shapes[1]) != 3:
@@ -110,8 +104,8 @@ class _Casts:
     def __init__(self, recipe: Any) -> None:
         self._recipe = recipe
         self._is_delayed = recipe.quantizer == "delayed"
-        self._fast = dict(
-            zip(("fprop", "dgrad", "wgrad"), (not s for s in recipe.use_split_accumulator))
+        self._split = dict(
+            zip(("fprop", "dgrad", "wgrad"), recipe.use_split_accumulator, strict=True)
         )
         self._dtypes = dict(zip(SLOTS, recipe.fp8_format.value.dtype_names, strict=True))
 
@@ -142,14 +136,14 @@ class _Casts:
     ) -> jax.Array:
         """Multiplies each row by its group's matrix, given with its scales."""
         out = scaled_multiply_groups(
-            q.rowwise, q.row_scale_inv, *matrices, groups, self._fast[product]
+            q.rowwise, q.row_scale_inv, *matrices, groups, not self._split[product]
         )
         return out.astype(dtype)
 
     def contract(self, x: Any, qdy: op.GroupedOutput, groups: op.Groups, dtype: Any) -> jax.Array:
         """Multiplies each group's columns of x, given with their scales, by those of dy."""
         made = scaled_contract_groups(
-            *x, qdy.columnwise, qdy.scale_inv, groups.column_ends, self._fast["wgrad"],
+            *x, qdy.columnwise, qdy.scale_inv, groups.column_ends, not self._split["wgrad"],
             dtype == jnp.float32,
         )  # fmt: skip
         return made.astype(dtype)
@@ -221,11 +215,12 @@ def _layer(recipe: Recipe | None) -> Callable[..., jax.Array]:
         if with_dbias:
             dbias = op.column_sums(dy, groups).astype(bias.aval.dtype)
         # Of groups without rows, sums are undefined.
-        dx = None if dx is None else op.finish_rows(dx, groups)
-        dkernel, dbias = (None if d is None else op.zero_unused(d, groups) for d in (dkernel, dbias))
+        finish = (op.finish_rows, op.zero_unused, op.zero_unused)
         gradients = (
-            gradient_like(kind, made)
-            for kind, made in zip((x, kernel, bias), (dx, dkernel, dbias), strict=True)
+            made if made is None else gradient_like(kind, defined(made, groups))
+            for kind, made, defined in zip(
+                (x, kernel, bias), (dx, dkernel, dbias), finish, strict=True
+            )
         )
         after = {
             name: jax.lax.convert_element_type(state[name], leaf.dtype)

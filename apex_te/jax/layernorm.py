@@ -13,14 +13,9 @@ __all__ = ["layernorm"]
 
 
 def layernorm(
-    x: jax.Array,
-    gamma: jax.Array,
-    beta: jax.Array | None,
-    norm_type: str,
-    zero_centered_gamma: bool = False,
-    epsilon: float = 1e-6,
-    quantizer: None = None,
-) -> jax.Array:
+    x: jax.Array, gamma: jax.Array, beta: jax.Array | None, norm_type: str,
+    zero_centered_gamma: bool = False, epsilon: float = 1e-6, quantizer: None = None,
+) -> jax.Array:  # fmt: skip
     """Normalises over the last dimension, differentiably.
 
     Args:
@@ -58,15 +53,11 @@ def in_dtype(
     x: jax.Array, scale: jax.Array, bias: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns a norm's parameters in float32, or in x's dtype if they have another."""
-    made = [
-        p if p is None or p.dtype == "float32" else p.astype(x.dtype) for p in (scale, bias)
-    ]
+    made = [p if p is None or p.dtype == "float32" else p.astype(x.dtype) for p in (scale, bias)]
     return made[0], made[1]  # type: ignore[return-value]
 
 
-def normalised(
-    x: jax.Array, norm: Norm, scale: jax.Array, bias: jax.Array | None
-) -> jax.Array:
+def normalised(x: jax.Array, norm: Norm, scale: jax.Array, bias: jax.Array | None) -> jax.Array:
     """Applies a norm, whose result has x's dtype."""
     if norm.op == "rms_norm":
         return rms_norm(x, scale, norm.epsilon, zero_centered_gamma=norm.zero_centered_gamma)

@@ -12,32 +12,23 @@ from .fused_casts import Norm
 from .fused_dense import fused_dense
 from .joined_columns import JoinedColumns
 from .layernorm import in_dtype, norm_of, normalised
-from .places import is_placed, placed
+from .places import Axes, is_placed, placed
 from .product import can_fuse_norm
 from .quantize import QuantizerSet, entered
 
 __all__ = ["layernorm_dense"]
 
-Axes = tuple[str | None, ...]
 # A norm with its scale and its bias or None.
 NormOf = tuple[Norm, jax.Array, jax.Array | None]
 
 
 def layernorm_dense(
-    x: jax.Array,
-    kernel: jax.Array,
-    gamma: jax.Array,
-    beta: jax.Array | None,
-    bias: jax.Array | None = None,
-    norm_type: str = "layernorm",
-    zero_centered_gamma: bool = False,
-    epsilon: float = 1e-6,
-    transpose_batch_sequence: bool = False,
-    layernorm_input_axes: Axes | None = None,
-    dot_input_axes: Axes | None = None,
-    kernel_axes: Axes | None = None,
-    quantizer_set: QuantizerSet | None = None,
-) -> jax.Array:
+    x: jax.Array, kernel: jax.Array, gamma: jax.Array, beta: jax.Array | None,
+    bias: jax.Array | None = None, norm_type: str = "layernorm", zero_centered_gamma: bool = False,
+    epsilon: float = 1e-6, transpose_batch_sequence: bool = False,
+    layernorm_input_axes: Axes | None = None, dot_input_axes: Axes | None = None,
+    kernel_axes: Axes | None = None, quantizer_set: QuantizerSet | None = None,
+) -> jax.Array:  # fmt: skip
     """Computes norm(x) @ kernel + bias, differentiably.
 
     In FP8 the norm writes its result in FP8 where it can, and there is no other copy of it.

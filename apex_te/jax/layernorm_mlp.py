@@ -8,13 +8,12 @@ from typing import Any, NamedTuple
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from .activation import activated, gate_of, ordered
+from .activation import Function, Params, activated, gate_of, ordered
 from .dense import dense_with_state
 from .gated_mlp import gated_mlp
 from .layernorm import in_dtype, norm_of, normalised
-from .layernorm_dense import Axes, NormOf
-from .ops.swiglu import ClampedSwiglu
-from .places import is_placed, placed
+from .layernorm_dense import NormOf
+from .places import Axes, is_placed, placed
 from .product import can_fuse_activation, can_fuse_norm
 from .quantize import QuantizerSet, entered, refuse
 
@@ -22,27 +21,15 @@ __all__ = ["layernorm_mlp"]
 
 
 def layernorm_mlp(
-    x: jax.Array,
-    gamma: jax.Array,
-    beta: jax.Array | None,
-    kernels: Sequence[jax.Array],
-    biases: Sequence[jax.Array | None],
-    norm_type: str,
-    zero_centered_gamma: bool = False,
-    epsilon: float = 1e-6,
-    transpose_batch_sequence: bool = False,
-    norm_input_axes: Axes | None = None,
-    dot_1_input_axes: Axes | None = None,
-    dot_2_input_axes: Axes | None = None,
-    kernel_1_axes: Axes | None = None,
-    kernel_2_axes: Axes | None = None,
-    ffn1_ckpt_name: str = "ffn1",
-    ffn2_ckpt_name: str = "ffn2",
-    activation_type: Sequence[str | Callable[[jax.Array], jax.Array]] = ("gelu",),
-    activation_params: Mapping[str, float] | ClampedSwiglu | None = None,
-    collective_op_sets: None = None,
-    quantizer_sets: Sequence[QuantizerSet | None] | None = None,
-) -> jax.Array:
+    x: jax.Array, gamma: jax.Array, beta: jax.Array | None, kernels: Sequence[jax.Array],
+    biases: Sequence[jax.Array | None], norm_type: str, zero_centered_gamma: bool = False,
+    epsilon: float = 1e-6, transpose_batch_sequence: bool = False,
+    norm_input_axes: Axes | None = None, dot_1_input_axes: Axes | None = None,
+    dot_2_input_axes: Axes | None = None, kernel_1_axes: Axes | None = None,
+    kernel_2_axes: Axes | None = None, ffn1_ckpt_name: str = "ffn1", ffn2_ckpt_name: str = "ffn2",
+    activation_type: Sequence[str | Function] = ("gelu",), activation_params: Params = None,
+    collective_op_sets: None = None, quantizer_sets: Sequence[QuantizerSet | None] = (None, None),
+) -> jax.Array:  # fmt: skip
     """Computes activation(norm(x) @ kernel_1 + bias_1) @ kernel_2 + bias_2, differentiably.
 
     In FP8 the norm and a gated activation write their results in FP8 where they can.
@@ -73,7 +60,8 @@ def layernorm_mlp(
     name = "layernorm_mlp"
     refuse(name, collective_op_sets=collective_op_sets)
     acts = ordered(name, activation_type)
-    for argument, given in (("kernels", kernels), ("biases", biases)):
+    pairs = {"kernels": kernels, "biases": biases, "quantizer_sets": quantizer_sets}
+    for argument, given in pairs.items():
         if len(given) != 2:
             raise ValueError(f"{name}: {argument} must be two, got {len(given)}")
     wi, wo = kernels
@@ -83,13 +71,9 @@ def layernorm_mlp(
             f" {list(wo.shape)}"
         )
     norm = norm_of(name, norm_type, epsilon, zero_centered_gamma, beta)
-    sets = (None, None) if quantizer_sets is None else tuple(quantizer_sets)
-    if len(sets) != 2:
-        raise ValueError(f"{name}: quantizer_sets must be two, got {len(sets)}")
-    between = Between(
-        acts, activation_params, dot_1_input_axes, dot_2_input_axes, (ffn1_ckpt_name, ffn2_ckpt_name)
-    )
-    with entered(name, *sets) as state:
+    names = ffn1_ckpt_name, ffn2_ckpt_name
+    between = Between(acts, activation_params, dot_1_input_axes, dot_2_input_axes, names)
+    with entered(name, *quantizer_sets) as state:
         x = placed(x, norm_input_axes)
         given_norm = norm, *in_dtype(x, gamma, beta)
         wi, wo = placed(wi, kernel_1_axes), placed(wo, kernel_2_axes)
@@ -110,7 +94,7 @@ class Between(NamedTuple):
     """
 
     acts: tuple[Any, ...]
-    params: Any
+    params: Params
     dot_1_axes: Axes | None
     dot_2_axes: Axes | None
     names: tuple[str, str]

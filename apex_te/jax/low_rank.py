@@ -6,9 +6,7 @@ import jax
 import jax.numpy as jnp
 
 
-def adapted(
-    x: jax.Array, a: jax.Array, b: jax.Array, inner: int, alpha: float | None
-) -> jax.Array:
+def adapted(x: jax.Array, a: jax.Array, b: jax.Array, inner: int, alpha: float | None) -> jax.Array:
     """Computes x @ a @ b * alpha / rank in x's dtype; None multiplies by 1.
 
     ``x`` is [..., in...] with ``inner`` dimensions "in", ``a`` [in..., lead..., rank] and ``b``

@@ -1,4 +1,4 @@
-"""Places of arrays on a mesh by logical axes, which the rules of Flax's programs map to mesh axes."""
+"""Places of arrays on a mesh by logical axes, which Flax's rules map to mesh axes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import jax
 
 from . import _partition
 
+Axes = tuple[str | None, ...]
+
 
 def _linen() -> Any:
     """Returns Flax's Linen, which programs without logical axes do without."""
@@ -16,12 +18,12 @@ def _linen() -> Any:
     return linen
 
 
-def is_placed(axes: Any) -> bool:
+def is_placed(axes: Axes | None) -> bool:
     """Returns True if ``placed`` places arrays on the mesh axes of logical axes."""
     return axes is not None and bool(_linen().get_logical_axis_rules())
 
 
-def placed(x: jax.Array, axes: Any) -> jax.Array:
+def placed(x: jax.Array, axes: Axes | None) -> jax.Array:
     """Constrains ``x`` to the mesh axes of logical axes; no-op without them or Flax's rules."""
     if not is_placed(axes):
         return x

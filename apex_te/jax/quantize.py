@@ -1,7 +1,4 @@
-"""Sets of quantizers, by which functions get a recipe and FP8 state, under Transformer Engine's names.
-
-``QuantizerFactory.create_set`` makes them; ``noop_quantizer_set`` turns FP8 off.
-"""
+"""Sets of quantizers, which give functions a recipe and FP8 state, as in Transformer Engine."""
 
 from __future__ import annotations
 
@@ -16,9 +13,17 @@ import jax.numpy as jnp
 from ..recipe import CurrentScaling, DelayedScaling, Format, MXFP8Scaling, Recipe
 from ..runtime.named_arguments import check_count
 from . import fp8_state
-from .region import active_recipe, checked_recipe, fp8_autocast
+from .fp8_state import FP8_COLLECTION_NAME as NVTE_FP8_COLLECTION_NAME
+from .fp8_state import update_collections as update_collections
+from .region import active_recipe, checked_recipe
+from .region import autocast as autocast
+from .region import fp8_autocast as fp8_autocast
+from .region import is_fp8_available as is_fp8_available
 
-__all__ = ["QuantizerFactory", "QuantizerSet", "ScalingMode", "noop_quantizer_set"]
+__all__ = [
+    "NVTE_FP8_COLLECTION_NAME", "QuantizerFactory", "QuantizerSet", "ScalingMode", "autocast",
+    "fp8_autocast", "is_fp8_available", "noop_quantizer_set", "update_collections",
+]  # fmt: skip
 
 
 class ScalingMode(enum.Enum):
@@ -79,15 +84,10 @@ class QuantizerFactory:
 
     @staticmethod
     def create_set(
-        n_quantizer_sets: int = 1,
-        scaling_mode: ScalingMode | None = None,
-        fwd_dtype: Any = None,
-        bwd_dtype: Any = None,
-        is_2x2x: bool | None = None,
-        n_groups: int | None = None,
-        checkpoint_name: str | None = None,
-        fp8_recipe: Recipe | str | None = None,
-    ) -> Any:
+        n_quantizer_sets: int = 1, scaling_mode: ScalingMode | None = None, fwd_dtype: Any = None,
+        bwd_dtype: Any = None, is_2x2x: bool | None = None, n_groups: int | None = None,
+        checkpoint_name: None = None, fp8_recipe: Recipe | str | None = None,
+    ) -> Any:  # fmt: skip
         """Returns a ``QuantizerSet``, or a tuple of ``n_quantizer_sets`` of them if more than one.
 
         Args:
@@ -111,24 +111,20 @@ class QuantizerFactory:
         check_count(name, "n_quantizer_sets", n_quantizer_sets)
         if n_groups is not None:
             check_count(name, "n_groups", n_groups)
-        if checkpoint_name is not None:
-            raise NotImplementedError(f"{name}: checkpoint_name must be None, got {checkpoint_name}")
+        refuse(name, checkpoint_name=checkpoint_name)
         if scaling_mode is not None and fp8_recipe is not None:
-            raise TypeError(f"{name}: scaling_mode must be None beside fp8_recipe, got {scaling_mode}")
+            raise TypeError(f"{name}: scaling_mode must be None beside fp8_recipe, got a mode")
         recipe = active_recipe()
         if fp8_recipe is not None:
             recipe = checked_recipe(name, fp8_recipe)
         elif scaling_mode is not None:
             recipe = _recipe_of(name, scaling_mode, fwd_dtype, bwd_dtype)
-        if recipe is None:
-            sets = [noop_quantizer_set] * n_quantizer_sets
-        else:
-            sets = []
-            for _ in range(n_quantizer_sets):
-                is_delayed = isinstance(recipe, DelayedScaling)
-                state = fp8_state.initial(recipe, n_groups or 1) if is_delayed else None
-                sets.append(QuantizerSet(recipe, state))
-        return sets[0] if n_quantizer_sets == 1 else tuple(sets)
+        made = noop_quantizer_set
+        if recipe is not None:
+            is_delayed = isinstance(recipe, DelayedScaling)
+            state = fp8_state.initial(recipe, n_groups or 1) if is_delayed else None
+            made = QuantizerSet(recipe, state)
+        return made if n_quantizer_sets == 1 else (made,) * n_quantizer_sets
 
 
 def _recipe_of(name: str, mode: Any, forward: Any, backward: Any) -> Recipe | None:
@@ -141,8 +137,10 @@ def _recipe_of(name: str, mode: Any, forward: Any, backward: Any) -> Recipe | No
         raise NotImplementedError(f"{name}: scaling_mode must not be one of FP4, got {mode.name}")
     kind = _KINDS[mode]
     before = kind().fp8_format.value.dtype_names
-    pair = (forward, backward)
-    wanted = tuple(old if new is None else jnp.dtype(new).name for new, old in zip(pair, before))
+    wanted = tuple(
+        old if new is None else jnp.dtype(new).name
+        for new, old in zip((forward, backward), before, strict=True)
+    )
     for each in Format:
         if each.value.dtype_names == wanted:
             return checked_recipe(name, kind(fp8_format=each))

@@ -21,11 +21,9 @@ class SoftmaxFusionType(enum.Enum):
 
 
 def softmax(
-    logits: jax.Array,
-    mask: jax.Array | None = None,
-    scale_factor: float = 1.0,
+    logits: jax.Array, mask: jax.Array | None = None, scale_factor: float = 1.0,
     softmax_fusion_type: SoftmaxFusionType = SoftmaxFusionType.SCALED,
-) -> jax.Array:
+) -> jax.Array:  # fmt: skip
     """Computes softmax(scale_factor * logits) over the last dimension; differentiable.
 
     A row without visible scores gives zeros.

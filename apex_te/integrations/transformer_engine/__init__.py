@@ -1,10 +1,13 @@
 """Transformer Engine's modules and names over apex_te, for frameworks that select it.
 
+``pytorch`` and ``common`` are here; ``jax`` is ``apex_te.jax``, and needs no torch.
+
 With ``install()``, ``APEX_TE_TRANSFORMER_ENGINE=1`` or the files of ``python -m apex_te
 install-alias`` the module ``transformer_engine`` is this one (docs/transformer_engine.md).
 """
 
-from typing import TYPE_CHECKING
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from ...runtime.imports import attach
 from ..te_alias import AliasError, claimed_version, install, uninstall
@@ -12,7 +15,12 @@ from ..te_alias import AliasError, claimed_version, install, uninstall
 if TYPE_CHECKING:
     from . import common as common
 
-__all__ = ["AliasError", "__version__", "common", "install", "pytorch", "uninstall"]
+__all__ = ["AliasError", "__version__", "common", "install", "jax", "pytorch", "uninstall"]
 __apex_te_alias__ = True
 __version__ = claimed_version()
-__getattr__, __dir__ = attach(__name__, {"common": "", "pytorch": ""})
+_get, __dir__ = attach(__name__, {"common": "", "pytorch": ""})
+
+
+def __getattr__(name: str) -> Any:
+    """Returns a subpackage, which is imported now."""
+    return importlib.import_module("apex_te.jax") if name == "jax" else _get(name)

@@ -15,6 +15,7 @@ from ..attention import MASK_TYPES, dot_product_attention
 from ..context_parallel import context_parallel_attention, token_positions
 from ..joined_columns import joined_columns
 from ..layernorm_dense import norm_dense
+from ..places import placed
 from ..region import active_recipe
 from ..rotary import rotary_pos_emb
 from . import logical_axes as axes
@@ -24,8 +25,8 @@ from .module import (
     LayerNormDenseGeneral,
     TransformerEngineBase,
     adapted_parameters,
+    adapts,
     last_dimension_parts,
-    placed,
 )
 
 __all__ = ["DotProductAttention", "MultiHeadAttention"]
@@ -61,6 +62,8 @@ class DotProductAttention(TransformerEngineBase):
             "" splits none. ``init`` needs no mesh. Without dropout of attention weights.
         context_parallel_strategy, context_parallel_causal_load_balanced: as ``strategy`` and
             ``causal_load_balanced`` in ``context_parallel_attention``.
+        softmax_type: as in ``apex_te.jax.attention.dot_product_attention``; "learnable" has the
+            parameter ``softmax_offset``, float32 [1, heads, 1, 1], initially 0.
     """
 
     head_dim: int
@@ -79,6 +82,7 @@ class DotProductAttention(TransformerEngineBase):
     context_parallel_axis: str = ""
     context_parallel_strategy: str = "DEFAULT"
     context_parallel_causal_load_balanced: bool = False
+    softmax_type: str = "vanilla"
 
     @nn.compact
     def __call__(
@@ -115,7 +119,17 @@ class DotProductAttention(TransformerEngineBase):
                     f" {self.head_dim}, got {list(x.shape)}"
                 )
         rate = 0.0 if deterministic else self.attention_dropout
-        attend: Any = dot_product_attention
+        offset = None
+        if self.softmax_type == "learnable":
+            shape, names = (1, self.num_attention_heads, 1, 1), (None, axes.HEAD, None, None)
+            offset = self._parameter("softmax_offset", _zeros, shape, names, jnp.float32)
+        sink = {"softmax_type": self.softmax_type, "softmax_offset": offset}
+        attend: Any = functools.partial(dot_product_attention, **sink)
+        if self.context_parallel_axis and self.softmax_type != "vanilla":
+            raise NotImplementedError(
+                'DotProductAttention: softmax_type must be "vanilla" with context_parallel_axis,'
+                f" got {self.softmax_type!r}"
+            )
         if self.context_parallel_axis and not self.is_initializing():
             attend = functools.partial(
                 context_parallel_attention,
@@ -228,7 +242,7 @@ class MultiHeadAttention(TransformerEngineBase):
     Attributes:
         head_dim, num_attention_heads, num_gqa_groups, attention_dropout, attn_mask_type,
         attn_bias_type, dropout_rng_name, float32_logits, window_size, context_parallel_axis,
-        context_parallel_strategy, context_parallel_causal_load_balanced: as in
+        context_parallel_strategy, context_parallel_causal_load_balanced, softmax_type: as in
             ``DotProductAttention``. Masks and biases are those of whole sequences.
         input_layernorm: normalise ``inputs_q``, which in self attention is the only input.
         layernorm_type, zero_centered_gamma: as in ``LayerNorm``.
@@ -242,8 +256,10 @@ class MultiHeadAttention(TransformerEngineBase):
             position / (min * (max / min) ** (i / n)).
         rotary_pos_emb_group_method: "consecutive" for pairs (2 i, 2 i + 1), "alternate" for
             (i, i + head_dim / 2).
-        low_rank_adaptation_scope: must be "none".
-        low_rank_adaptation_dim, low_rank_adaptation_alpha: not used.
+        low_rank_adaptation_scope: which linear layers get low-rank adapters: "none", "all",
+            "qkv_proj", "output_proj", "exclude_qkv_proj" or "exclude_output_proj"; "mlp" and
+            "exclude_mlp" are for a ``TransformerLayer``.
+        low_rank_adaptation_dim, low_rank_adaptation_alpha: as in ``DenseGeneral``.
         dtype: dtype of the parameters; the layer computes in that of its inputs.
         fuse_qkv_params: one kernel for queries, keys and values, or for keys and values.
         transpose_batch_sequence: inputs and results are [s, b, ...] instead of [b, s, ...].
@@ -290,6 +306,7 @@ class MultiHeadAttention(TransformerEngineBase):
     context_parallel_axis: str = ""
     context_parallel_strategy: str = "DEFAULT"
     context_parallel_causal_load_balanced: bool = False
+    softmax_type: str = "vanilla"
 
     @nn.compact
     def __call__(
@@ -365,6 +382,7 @@ class MultiHeadAttention(TransformerEngineBase):
             context_parallel_axis=self.context_parallel_axis,
             context_parallel_strategy=self.context_parallel_strategy,
             context_parallel_causal_load_balanced=self.context_parallel_causal_load_balanced,
+            softmax_type=self.softmax_type,
         )(q, k, v, mask, bias, deterministic=deterministic, query_start=start)
         if index is not None and not self.is_initializing():
             x = jnp.where(start + jnp.arange(x.shape[1])[:, None, None] < k.shape[1], x, jnp.nan)
@@ -380,6 +398,7 @@ class MultiHeadAttention(TransformerEngineBase):
             bias_axes=(axes.W_NO_SHARD,),
             dtype=self.dtype,
             name="out",
+            **self._low_rank_options("output_proj"),
         )(x)
         return checkpoint_name(out, "out_proj"), normed
 
@@ -404,11 +423,6 @@ class MultiHeadAttention(TransformerEngineBase):
     @property
     def _heads(self) -> int:
         """Checks what is not offered, and returns the number of heads."""
-        if self.low_rank_adaptation_scope not in ("none", None):
-            raise NotImplementedError(
-                'MultiHeadAttention: low_rank_adaptation_scope must be "none", got'
-                f" {self.low_rank_adaptation_scope!r}"
-            )
         self._check_counts("head_dim", "num_attention_heads", "num_heads", "num_gqa_groups")
         heads = self.num_attention_heads if self.num_heads is None else self.num_heads
         if heads is None:
@@ -424,6 +438,14 @@ class MultiHeadAttention(TransformerEngineBase):
                 f" {', '.join(MASK_TYPES)}, got {self.attn_mask_type!r}"
             )
         return heads
+
+    def _low_rank_options(self, part: str) -> dict[str, Any]:
+        """Returns the fields of a linear layer that belong to its low-rank adapter."""
+        return {
+            "enable_low_rank_adaptation": adapts(self, part),
+            "low_rank_adaptation_dim": self.low_rank_adaptation_dim,
+            "low_rank_adaptation_alpha": self.low_rank_adaptation_alpha,
+        }
 
     def _positions(self, x: jax.Array) -> jax.Array | None:
         """Returns the positions of tokens [b, s, ..] of split sequences, None for others."""
@@ -467,6 +489,7 @@ class MultiHeadAttention(TransformerEngineBase):
             "bias_axes": (*joined, axes.W_TP),
             "dtype": self.dtype,
             "name": name,
+            **self._low_rank_options("qkv_proj"),
         }
 
     def _projected(self, inputs_q: jax.Array, inputs_kv: jax.Array) -> _Projected:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 from ...recipe import DelayedScaling
 from ...runtime.named_arguments import check_count
 from .. import _partition, fp8_state
-from ..activation import ordered
+from ..activation import Function, Params, ordered
 from ..boxes import unbox
 from ..dense import dense_with_state
 from ..fused_casts import Norm
@@ -26,8 +26,7 @@ from ..layernorm_dense import norm_dense
 from ..layernorm_mlp import Between, norm_mlp
 from ..low_rank import adapted
 from ..ops._checks import FLOATS
-from ..ops.swiglu import ClampedSwiglu
-from ..places import placed
+from ..places import Axes, placed
 from ..region import active_recipe
 
 __all__ = [
@@ -35,7 +34,6 @@ __all__ = [
 ]  # fmt: skip
 
 Initializer = Callable[..., Any]
-Axes = tuple[str | None, ...]
 _zeros = nn.initializers.zeros
 _norm_axes = ("embed",)
 
@@ -140,9 +138,11 @@ class TransformerEngineBase(nn.Module):
             )
         return x
 
-    def _parameter(self, name: str, init: Initializer, shape: Sequence[int], axes: Any) -> Any:
-        """Returns a parameter; its box carries its logical axes."""
-        dtype, axes = self._dtype(), tuple(axes or ())
+    def _parameter(
+        self, name: str, init: Initializer, shape: Sequence[int], axes: Any, dtype: Any = None
+    ) -> Any:
+        """Returns a parameter, by default of the field ``dtype``; its box carries its axes."""
+        dtype, axes = dtype or self._dtype(), tuple(axes or ())
         if not self._is_v1:
 
             def boxed(*given: Any) -> Any:
@@ -205,8 +205,11 @@ class TransformerEngineBase(nn.Module):
             whole = math.prod(inner), math.prod(lead) * rank
             return _kernel_init(init)(key, whole, dtype).reshape(shape)
 
-        a = self._parameter(f"{name}lora_a_kernel", first, (*inner, *lead, rank), (None,) * (len(inner) + len(lead) + 1))
-        b = self._parameter(f"{name}lora_b_kernel", _zeros, (*lead, rank, last), (None,) * (len(lead) + 2))
+        shapes = (*inner, *lead, rank), (*lead, rank, last)
+        a, b = (
+            self._parameter(f"{name}lora_{each}_kernel", how, shape, (None,) * len(shape))
+            for each, how, shape in zip("ab", (first, _zeros), shapes, strict=True)
+        )
         return functools.partial(adapted, a=a, b=b, inner=len(inner), alpha=alpha)
 
 
@@ -223,7 +226,7 @@ class DenseGeneral(TransformerEngineBase):
         bias_axes: logical axes of the bias.
         enable_low_rank_adaptation: add x @ ``lora_a_kernel`` @ ``lora_b_kernel`` in x's dtype.
         low_rank_adaptation_dim: the rank, the width between these kernels.
-        low_rank_adaptation_alpha: what is added is multiplied by alpha / rank; None multiplies by 1.
+        low_rank_adaptation_alpha: what is added is multiplied by alpha / rank; None: by 1.
         axis: dimensions of the input that are contracted.
         dtype: dtype of the parameters; the layer computes in that of its input.
         transpose_batch_sequence: no effect; the layer is the same for both layouts.
@@ -415,6 +418,22 @@ class LayerNormDenseGeneral(_Normed):
         return x, norm, *adapted_parameters(self, x.shape[-1])
 
 
+_ADAPTED = ("qkv_proj", "output_proj", "mlp")
+
+
+def adapts(layer: Any, part: str) -> bool:
+    """Returns True if the field ``low_rank_adaptation_scope`` includes a part of a layer."""
+    scope = layer.low_rank_adaptation_scope
+    found = str(scope or "none").lower()
+    scopes = ("none", "all", *_ADAPTED, *(f"exclude_{each}" for each in _ADAPTED))
+    if found not in scopes:
+        raise ValueError(
+            f"{type(layer).__name__}: low_rank_adaptation_scope must be one of"
+            f" {', '.join(scopes)}, got {scope!r}"
+        )
+    return found in ("all", part) or (found.startswith("exclude_") and found != f"exclude_{part}")
+
+
 def adapted_parameters(layer: Any, width: int) -> tuple[Any, Any, Any]:
     """Returns the kernel [width, *features] of a layer, its bias or None, and what adapts it or
     None.
@@ -469,8 +488,8 @@ class LayerNormMLP(_Normed):
     bias_axes_1: Axes = ("act", "mlp")
     bias_axes_2: Axes = ("embed",)
     return_layernorm_output: bool = False
-    activations: Sequence[str | Callable[[jax.Array], jax.Array]] = ("gelu",)
-    activation_params: Mapping[str, float] | ClampedSwiglu | None = None
+    activations: Sequence[str | Function] = ("gelu",)
+    activation_params: Params = None
     intermediate_dropout_rng_name: str = "dropout"
     intermediate_dropout_rate: float = 0.0
     intermediate_hidden_dropout_dims: Sequence[int] = ()
@@ -505,10 +524,14 @@ class LayerNormMLP(_Normed):
             self._low_rank("wi_", (width,), inner, self.kernel_init),
             self._low_rank("wo_", outer[:1], outer[1:], self.kernel_init),
         )
-        rate, dims = self.intermediate_dropout_rate, tuple(self.intermediate_hidden_dropout_dims)
-        drop = nn.Dropout(
-            rate, broadcast_dims=dims, rng_collection=self.intermediate_dropout_rng_name
-        )
+        drop: Any = None
+        if self.intermediate_dropout_rate > 0.0 and not deterministic:
+            drop = nn.Dropout(
+                self.intermediate_dropout_rate,
+                broadcast_dims=tuple(self.intermediate_hidden_dropout_dims),
+                deterministic=False,
+                rng_collection=self.intermediate_dropout_rng_name,
+            )
         returned = self.return_layernorm_output and self.enable_layernorm
         between = Between(
             ordered("LayerNormMLP", self.activations),
@@ -516,7 +539,7 @@ class LayerNormMLP(_Normed):
             self.dot_1_input_axes,
             self.dot_2_input_axes,
             (self.ffn1_ckpt_name, self.ffn2_ckpt_name),
-            functools.partial(drop, deterministic=False) if rate > 0.0 and not deterministic else None,
+            drop,
             tuple(each for each in adapters if each is not None),
         )
         y, normed = norm_mlp("LayerNormMLP", x, norm, kernels, state, between, returned)
