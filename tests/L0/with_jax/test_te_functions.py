@@ -234,6 +234,28 @@ def test_groups_are_a_loop_over_groups(name):
         assert np.isnan(run(x, kernel, bias, made[0], jnp.array(wrong, jnp.int32))[1]).all()
 
 
+def test_functions_without_jit_and_with_64_bit_types_have_the_same_bits():
+    x, kernel, gamma = np.ones((8, 32), np.float32), np.ones((2, 32, 16), np.float32), np.ones(32)
+    x[3] = 2.0
+
+    def run(sizes):
+        one = QuantizerFactory.create_set(fp8_recipe="tensorwise")
+        scale = jnp.asarray(gamma, jnp.float32)
+        return (
+            grouped_dense(jnp.asarray(x), jnp.asarray(kernel), sizes, quantizer_set=one),
+            layernorm_dense(jnp.asarray(x), jnp.asarray(kernel[0]), scale, None, None, "rmsnorm"),
+            activation(jnp.asarray(x)[:, None], ("quick_gelu",)),
+        )
+
+    sizes = np.array([3, 5])
+    expected = jax.jit(run)(jnp.asarray(sizes))
+    with jax.disable_jit():
+        same(run(jnp.asarray(sizes)), expected)
+    with jax.enable_x64(True):
+        assert jnp.asarray(sizes).dtype == jnp.int64
+        same(jax.jit(run)(jnp.asarray(sizes)), expected)
+
+
 NAMES = {
     ("gelu",): jax.nn.gelu,
     ("gelu_erf",): lambda x: jax.nn.gelu(x, approximate=False),
