@@ -82,7 +82,7 @@ def layernorm_mlp(
 
 
 class Between(NamedTuple):
-    """What an MLP does beside its norm and its GEMMs.
+    """Options of an MLP beside its norm and its GEMMs.
 
     Attributes:
         acts: names of the activations, as ``ordered`` returns them.

@@ -13,7 +13,7 @@ __all__ = ["SoftmaxFusionType", "softmax"]
 
 
 class SoftmaxFusionType(enum.Enum):
-    """Which scores a softmax hides: none, those of a mask, or those above the diagonal."""
+    """Kinds of a softmax: it hides no scores, those of a mask, or those above the diagonal."""
 
     SCALED = "scaled"
     SCALED_MASKED = "scaled_masked"
