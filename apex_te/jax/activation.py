@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -87,7 +89,7 @@ def activated(owner: str, x: jax.Array, names: tuple[Any, ...], params: Any = No
     if gate is not None:
         return swiglu(x, activation=gate, axis=-2)
     parts = [_applied(owner, name, x[..., i, :], names) for i, name in enumerate(names)]
-    return math.prod(parts[1:], start=parts[0])
+    return functools.reduce(operator.mul, parts)
 
 
 def _applied(owner: str, name: Any, x: jax.Array, names: tuple[Any, ...]) -> jax.Array:
@@ -102,4 +104,5 @@ def _applied(owner: str, name: Any, x: jax.Array, names: tuple[Any, ...]) -> jax
             f"{owner}: activations must be {', '.join(single.KINDS)}, linear, a function of jax.nn"
             f" or another function, or ('clamped_silu', 'clamped_linear'), got {names}"
         )
-    return function(x).astype(x.dtype)
+    made: jax.Array = function(x).astype(x.dtype)
+    return made

@@ -196,22 +196,22 @@ def _layer(recipe: Recipe | None) -> Callable[..., jax.Array]:
         wanted, (x, kernel, bias), (kept_x, kept_kernel), groups, state, before = residuals
         with_dx, with_dkernel, with_dbias = map(is_wanted, wanted)
         dy = materialised(dy)
-        dx = dkernel = dbias = qdy = None
-        if casts is not None:
+        dx = dkernel = dbias = None
+        if casts is None:
+            dx = multiply_groups(dy, kept_kernel, groups) if with_dx else None
+        else:
             cast_dy = functools.partial(op.quantize_groups, dy, groups)
             columns = with_dkernel and not precise_wgrad
             qdy, state = casts.cast(
                 cast_dy, groups.num_groups, state, "bwd", 0, rowwise=with_dx or not columns,
                 columnwise=columns,
             )  # fmt: skip
-        if with_dx and casts is None:
-            dx = multiply_groups(dy, kept_kernel, groups)
-        elif with_dx:
-            dx = casts.multiply("dgrad", qdy, kept_kernel, groups, x.aval.dtype)
+            if with_dx:
+                dx = casts.multiply("dgrad", qdy, kept_kernel, groups, x.aval.dtype)
+            if columns:
+                dkernel = casts.contract(kept_x, qdy, groups, kernel.aval.dtype)
         if with_dkernel and precise_wgrad:
             dkernel = contract_groups(kept_x.T, dy, groups)
-        elif with_dkernel:
-            dkernel = casts.contract(kept_x, qdy, groups, kernel.aval.dtype)
         if with_dbias:
             dbias = op.column_sums(dy, groups).astype(bias.aval.dtype)
         # Of groups without rows, sums are undefined.

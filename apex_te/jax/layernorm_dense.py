@@ -71,7 +71,7 @@ def norm_dense(
 
     With ``columns`` the first result is a list of the outputs of several kernels.
     """
-    kernel, bias = (None if p is None else p.astype(x.dtype) for p in (kernel, bias))
+    kernel, bias = kernel.astype(x.dtype), None if bias is None else bias.astype(x.dtype)
     fuses = can_fuse_norm(state) and x.ndim > 1
     if norm is not None and fuses and not returns_norm and not is_placed(dot_axes):
         return fused_dense(x, (*norm[1:], kernel, bias), state, norm[0], columns), None

@@ -116,7 +116,7 @@ def norm_mlp(
     ``parameters`` are both kernels, each followed by its bias or None.
     """
     given: list[Any] = [None if p is None else p.astype(x.dtype) for p in parameters]
-    gate = gate_of(owner, between.acts, between.params)
+    gate: Any = gate_of(owner, between.acts, between.params)
     is_fused = x.ndim > 1 and gate is not None and can_fuse_activation(state)
     if between.drop or between.adapters or is_placed(between.dot_2_axes):
         is_fused = False

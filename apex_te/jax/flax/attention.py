@@ -123,7 +123,7 @@ class DotProductAttention(TransformerEngineBase):
         if self.softmax_type == "learnable":
             shape, names = (1, self.num_attention_heads, 1, 1), (None, axes.HEAD, None, None)
             offset = self._parameter("softmax_offset", _zeros, shape, names, jnp.float32)
-        sink = {"softmax_type": self.softmax_type, "softmax_offset": offset}
+        sink: dict[str, Any] = {"softmax_type": self.softmax_type, "softmax_offset": offset}
         attend: Any = functools.partial(dot_product_attention, **sink)
         if self.context_parallel_axis and self.softmax_type != "vanilla":
             raise NotImplementedError(
