@@ -101,8 +101,8 @@ def _applied(owner: str, name: Any, x: jax.Array, names: tuple[Any, ...]) -> jax
     function = name if callable(name) else getattr(jax.nn, str(name), None)
     if not callable(function) or name in _CLAMPED:
         raise ValueError(
-            f"{owner}: activations must be {', '.join(single.KINDS)}, linear, a function of jax.nn"
-            f" or another function, or ('clamped_silu', 'clamped_linear'), got {names}"
+            f"{owner}: activations must be one of {', '.join(single.KINDS)}, linear, a function of"
+            f" jax.nn or another one, or {' and '.join(_CLAMPED)}, got {names}"
         )
     made: jax.Array = function(x).astype(x.dtype)
     return made

@@ -15,12 +15,17 @@ from ..te_alias import AliasError, claimed_version, install, uninstall
 if TYPE_CHECKING:
     from . import common as common
 
-__all__ = ["AliasError", "__version__", "common", "install", "jax", "pytorch", "uninstall"]
+__all__ = ["AliasError", "__version__", "common", "install", "pytorch", "uninstall"]
 __apex_te_alias__ = True
 __version__ = claimed_version()
 _get, __dir__ = attach(__name__, {"common": "", "pytorch": ""})
 
 
 def __getattr__(name: str) -> Any:
-    """Returns a subpackage, which is imported now."""
-    return importlib.import_module("apex_te.jax") if name == "jax" else _get(name)
+    """Returns a subpackage, which is imported now; ``jax`` only where JAX is installed."""
+    if name != "jax":
+        return _get(name)
+    try:
+        return importlib.import_module("apex_te.jax")
+    except ModuleNotFoundError as error:
+        raise AttributeError(f"module {__name__!r} has no attribute 'jax': {error}") from error

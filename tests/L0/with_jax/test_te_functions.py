@@ -362,7 +362,7 @@ MISTAKES = {
                   lambda: layernorm(X, X[0], X[0], "layernorm", quantizer=1)),
     "parts": (ValueError, r"activation: x must have shape \[..., 2, F\], got \[4, 8\]",
               lambda: activation(X, ("gelu", "linear"))),
-    "name": (ValueError, "activation: activations must be gelu, .* got \\('nothing',\\)",
+    "name": (ValueError, "activation: activations must be one of gelu, .* got \\('nothing',\\)",
              lambda: activation(X[:, None], "nothing")),
     "kernels": (ValueError, r"layernorm_mlp: kernels must be \[in, 2, F\] and \[F, out\]",
                 lambda: mlp(activation_type=("gelu", "linear"))),
