@@ -3,15 +3,15 @@
 ``integrations.megatron`` has layers with the names and signatures of Megatron's and MindSpeed's.
 """
 
-import sys
-from importlib import import_module
-from importlib.util import find_spec
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+import sys as _sys
+import typing as _typing
+from importlib import import_module as _import_module
+from importlib.util import find_spec as _find_spec
+from types import ModuleType as _ModuleType
 
-from ..runtime.imports import attach
+from ..runtime.imports import attach as _attach
 
-if TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from .autocast_forward import autocast_forward as autocast_forward
     from .checkpoints.load import from_fp8_checkpoint as from_fp8_checkpoint
     from .checkpoints.load import load_fp8_shards as load_fp8_shards
@@ -60,20 +60,20 @@ _NAMES = {
 __all__ = list(_NAMES)
 
 
-class _Package(ModuleType):
+class _Package(_ModuleType):
     """Package whose functions are not hidden by the submodules that have their names."""
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name not in _NAMES or not isinstance(value, ModuleType):
+    def __setattr__(self, name: str, value: _typing.Any) -> None:
+        if name not in _NAMES or not isinstance(value, _ModuleType):
             super().__setattr__(name, value)
 
 
-if not TYPE_CHECKING:  # type checkers know the names above, and no others
-    sys.modules[__name__].__class__ = _Package
-    _get, __dir__ = attach(__name__, _NAMES, beside="huggingface")
+if not _typing.TYPE_CHECKING:  # type checkers know the names above, and no others
+    _sys.modules[__name__].__class__ = _Package
+    _get, __dir__ = _attach(__name__, _NAMES, beside="huggingface")
 
-    def __getattr__(name: str) -> Any:
+    def __getattr__(name: str) -> _typing.Any:
         """Returns a public name or a submodule, which is imported now."""
-        if name not in _NAMES and find_spec(f"{__name__}.{name}") is not None:
-            return import_module(f"{__name__}.{name}")
+        if name not in _NAMES and _find_spec(f"{__name__}.{name}") is not None:
+            return _import_module(f"{__name__}.{name}")
         return _get(name)
