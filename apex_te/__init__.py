@@ -165,7 +165,9 @@ _NAMES = {
 }
 # FP8Callback needs transformers, which `from apex_te import *` does without.
 __all__ = [name for name in _NAMES if name != "FP8Callback"]
-_WITHOUT_TORCH = ("__version__", "compatibility", "make_recipe", "prebuild", "recipe")
+_WITHOUT_TORCH = (
+    "__version__", "compatibility", "integrations", "make_recipe", "prebuild", "recipe",
+)  # fmt: skip
 
 if not _typing.TYPE_CHECKING:  # type checkers know the names above, and no others
     _get, _names = _attach(__name__, _NAMES, beside="recipe")

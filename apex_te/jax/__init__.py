@@ -27,17 +27,25 @@ __all__ = [
     "update_collections", "update_fp8_metas",
 ]  # fmt: skip
 if _typing.TYPE_CHECKING:  # for type checkers, which do not know other names
+    from . import activation as activation
     from . import attention as attention
     from . import checkpoint_policies as checkpoint_policies
     from . import context_parallel as context_parallel
     from . import dense as dense
     from . import flax as flax
+    from . import layernorm as layernorm
+    from . import layernorm_dense as layernorm_dense
+    from . import layernorm_mlp as layernorm_mlp
     from . import ops as ops
     from . import optimizers as optimizers
+    from . import quantize as quantize
+    from . import sharding as sharding
+    from . import softmax as softmax
     from . import state as state
 else:
     _SUBMODULES = (
-        "attention", "checkpoint_policies", "context_parallel", "dense", "flax", "ops",
-        "optimizers", "state",
+        "activation", "attention", "checkpoint_policies", "context_parallel", "dense", "flax",
+        "layernorm", "layernorm_dense", "layernorm_mlp", "ops", "optimizers", "quantize",
+        "sharding", "softmax", "state",
     )  # fmt: skip
     __getattr__, __dir__ = _attach(__name__, dict.fromkeys(_SUBMODULES, ""))

@@ -10,7 +10,9 @@ import jax.numpy as jnp
 
 from .ops import _checks
 
-__all__ = ["BIAS_TYPES", "IMPLEMENTATIONS", "MASK_TYPES", "dot_product_attention"]
+__all__ = [
+    "BIAS_TYPES", "IMPLEMENTATIONS", "MASK_TYPES", "SOFTMAX_TYPES", "dot_product_attention",
+]  # fmt: skip
 
 _NAME = "dot_product_attention"
 # By name: is causal, reads a mask.
@@ -22,6 +24,7 @@ MASK_TYPES = {
     "causal_padding": (True, True),
 }
 BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias")
+SOFTMAX_TYPES = ("vanilla", "off_by_one", "learnable")
 IMPLEMENTATIONS = (None, "xla", "cudnn")
 # Finite, so that a row without visible keys has no NaN in its gradient.
 _HIDDEN = -0.7 * float(jnp.finfo(jnp.float32).max)
@@ -42,6 +45,8 @@ def dot_product_attention(
     dropout_key: jax.Array | None = None,
     float32_logits: bool = False,
     query_start: int | jax.Array = 0,
+    softmax_type: str = "vanilla",
+    softmax_offset: jax.Array | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
     """Computes softmax(scale * query key^T + bias) value for each head; differentiable.
@@ -60,6 +65,10 @@ def dot_product_attention(
         dropout_key: random key of the dropout; required with ``dropout_rate`` > 0.
         float32_logits: multiply queries and keys in float32; scores are float32 either way.
         query_start: position of the first query, for calls with a cache of keys.
+        softmax_type: "vanilla", or with a sink ``a``, a logit of each head beside the scores ``s``:
+            weights are exp(s) / (exp(a) + sum(exp(s))). ``a`` is 0 with "off_by_one", and
+            ``softmax_offset`` with "learnable". cuDNN has no sinks.
+        softmax_offset: float32 [1, h, 1, 1]; required with "learnable".
         implementation: "cudnn", "xla" or None. None uses cuDNN's fused kernels if JAX runs on a GPU
             and ``jax.nn.dot_product_attention`` has one for these arguments, else "xla".
 
@@ -80,6 +89,7 @@ def dot_product_attention(
         raise ValueError(
             f'{_NAME}: implementation must be None, "xla" or "cudnn", got {implementation!r}'
         )
+    sink = _checked_sink(softmax_type, softmax_offset, shape[1])
     bias = _checked_bias(attn_bias_type, bias, shape)
     if bias is not None and attn_bias_type == "pre_scale_bias":
         bias = bias * scale
@@ -92,18 +102,37 @@ def dot_product_attention(
         and is_static
         and dropout_rate == 0.0
         and not float32_logits
+        and sink is None
         and _cudnn_takes(fused, query, key, value, mask, bias)
     ):
-        if dropout_rate > 0.0 or not is_static:
+        if dropout_rate > 0.0 or not is_static or sink is not None:
             raise ValueError(
-                f'{_NAME}: implementation must be "xla" with dropout_rate or a query_start'
-                ' that is an array, got "cudnn"'
+                f'{_NAME}: implementation must be "xla" with dropout_rate, a softmax_type other'
+                ' than "vanilla" or a query_start that is an array, got "cudnn"'
             )
         return fused(query, key, value, mask, bias)
     visible = _visible(mask, is_causal, window, shape[2], shape[3], query_start)
     if float32_logits:
         query, key = query.astype(jnp.float32), key.astype(jnp.float32)
-    return _plain(query, key, value, visible, bias, scale, dropout_rate, dropout_key)
+    return _plain(query, key, value, visible, bias, scale, dropout_rate, dropout_key, sink)
+
+
+def _checked_sink(softmax_type: str, offset: Any, heads: int) -> jax.Array | float | None:
+    """Returns the logit of each head beside its scores, None without."""
+    kind = softmax_type.replace("-", "_") if isinstance(softmax_type, str) else softmax_type
+    if kind not in SOFTMAX_TYPES:
+        raise ValueError(
+            f"{_NAME}: softmax_type must be one of {', '.join(SOFTMAX_TYPES)}, got {softmax_type!r}"
+        )
+    if (offset is None) == (kind == "learnable"):
+        wanted, got = ("an array", "None") if offset is None else ("None", "an array")
+        raise ValueError(
+            f"{_NAME}: softmax_offset must be {wanted} with softmax_type {kind!r}, got {got}"
+        )
+    if offset is None:
+        return 0.0 if kind == "off_by_one" else None
+    found = _checks.has_dtype(_NAME, "softmax_offset", offset, ["float32"])
+    return _checks.has_shape(_NAME, "softmax_offset", found, (1, heads, 1, 1))
 
 
 def checked_shapes(query: Any, key: Any, value: Any) -> tuple[int, int, int, int]:
@@ -210,6 +239,7 @@ def _plain(
     scale: float,
     dropout_rate: float,
     dropout_key: jax.Array | None,
+    sink: jax.Array | float | None,
 ) -> jax.Array:
     """Attends by two GEMMs around a softmax in float32."""
     b, sq, h, d = query.shape
@@ -224,10 +254,13 @@ def _plain(
     if visible is not None:
         logits = jnp.where(visible, logits, _HIDDEN)
     # A softmax without a division, which XLA rounds differently from program to program.
-    weights = jnp.exp(
-        logits - jax.lax.stop_gradient(logits.max(-1, keepdims=True, initial=-jnp.inf))
-    )
-    weights = weights * (1.0 / weights.sum(-1, keepdims=True))
+    top = logits.max(-1, keepdims=True, initial=-jnp.inf)
+    if sink is not None:
+        top = jnp.maximum(top, sink)
+    top = jax.lax.stop_gradient(top)
+    weights = jnp.exp(logits - top)
+    total = weights.sum(-1, keepdims=True)
+    weights = weights * (1.0 / (total if sink is None else total + jnp.exp(sink - top)))
     if visible is not None:
         # Of rows without visible keys, too, whose softmax is not 0.
         weights = jnp.where(visible, weights, 0.0)

@@ -1,9 +1,9 @@
-"""Dense layer as a function: x @ kernel + bias, in FP8 inside of a region."""
+"""Dense layers as functions: x @ kernel + bias, in FP8 inside of a region."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,18 +13,86 @@ from ..recipe import Recipe
 from . import fp8_state
 from ._partition import Kind, gradient_like, product_sharding, same_on_all
 from .first_step import with_first_scale
+from .grouped_dense import grouped_dense
 from .ops._gradient import flag, is_wanted, materialised
 from .ops._rows import rowwise
+from .places import Axes, placed
+from .quantize import QuantizerSet, entered, refuse
 from .quantizer import Quantized, quantizer_of
 from .region import active_recipe
 
-__all__ = ["dense"]
+__all__ = ["dense", "grouped_dense"]
 
 # Slots of the FP8 state of a layer with one product.
 _INPUT, _WEIGHT, _GRAD = 0, 1, 0
 
 
 def dense(
+    x: jax.Array, kernel: jax.Array, bias: jax.Array | None = None,
+    contracting_dims: tuple[Sequence[int], Sequence[int]] = ((1,), (0,)),
+    transpose_batch_sequence: bool = False, input_axes: Axes | None = None,
+    kernel_axes: Axes | None = None, output_axes: Axes | None = None,
+    collective_op_set: None = None, quantizer_set: QuantizerSet | None = None,
+) -> jax.Array:  # fmt: skip
+    """Computes x @ kernel + bias, differentiably.
+
+    Any dimension may be sharded over a mesh: each device computes its shard, sums over a sharded
+    dimension are completed across devices, and an amax is that of the whole array.
+
+    Args:
+        x: array of float32, float16 or bfloat16.
+        kernel: array, cast to x's dtype.
+        bias: the kernel's dimensions that are not contracted, in their order, or None.
+        contracting_dims: dimensions of ``x``, and as many of the kernel, that are summed over.
+        transpose_batch_sequence: no effect; the result is the same for both layouts.
+        input_axes, kernel_axes, output_axes: logical axes to which ``x``, the kernel and the result
+            are constrained under Flax's rules; None does not constrain them.
+        collective_op_set: must be None.
+        quantizer_set: recipe and FP8 state; ``noop_quantizer_set`` multiplies in x's dtype. None
+            uses the region's recipe, which must keep no state.
+
+    Returns:
+        The dimensions of ``x``, then those of the kernel, that are not contracted, in x's dtype.
+
+    Raises:
+        TypeError: ``x`` has a dtype that is not listed, or ``quantizer_set`` another type.
+        ValueError: a shape does not match, ``quantizer_set`` is None in a region with delayed
+            scaling, or a device's shard ends within a block that shares a scale.
+        NotImplementedError: ``collective_op_set`` is not None.
+    """
+    refuse("dense", collective_op_set=collective_op_set)
+    left, right = (
+        _dimensions(name, each, array)
+        for name, each, array in zip(("x", "kernel"), contracting_dims, (x, kernel), strict=True)
+    )
+    if len(left) != len(right):
+        raise ValueError(
+            "dense: contracting_dims must be as many dimensions of x as of kernel, got"
+            f" {contracting_dims}"
+        )
+    with entered("dense", quantizer_set) as state:
+        x, kernel = placed(x, input_axes), placed(kernel, kernel_axes)
+        kernel = kernel.astype(x.dtype)
+        bias = None if bias is None else bias.astype(x.dtype)
+        rest = [i for i in range(x.ndim) if i not in left]
+        features = [i for i in range(kernel.ndim) if i not in right]
+        x, kernel = x.transpose(*rest, *left), kernel.transpose(*right, *features)
+        y = dense_with_state(x, kernel, bias, state, inner=len(left))
+        return placed(y, output_axes)
+
+
+def _dimensions(name: str, dims: Sequence[int], array: Any) -> list[int]:
+    """Returns the contracted dimensions of an array, counted from 0."""
+    found = [each + array.ndim if each < 0 else each for each in dims]
+    if not found or len({*found}) < len(found) or not {*found} <= {*range(array.ndim)}:
+        raise ValueError(
+            f"dense: contracting_dims must be different dimensions of {name} {list(array.shape)},"
+            f" got {tuple(dims)}"
+        )
+    return found
+
+
+def dense_with_state(
     x: jax.Array,
     kernel: jax.Array,
     bias: jax.Array | None = None,
@@ -34,26 +102,16 @@ def dense(
 ) -> jax.Array:
     """Computes x @ kernel + bias, with FP8 GEMMs inside of an enabled ``fp8_autocast`` region.
 
-    Differentiable. The gradient with respect to ``state`` is the state after the step. Any
-    dimension may be sharded over a mesh: each device computes its shard, sums over a sharded
-    dimension are completed across devices, and an amax is that of the whole array.
+    Differentiable. The gradient with respect to ``state`` is the state after the step.
 
     Args:
         x: [..., in...] float32, float16 or bfloat16.
         kernel: [in..., out...] in x's dtype.
         bias: [out...] or None.
-        state: FP8 state of the layer, as ``state.initial`` makes it; needed for delayed scaling,
-            otherwise ignored.
+        state: FP8 state of the layer, as ``fp8_state.initial`` makes it; needed for delayed
+            scaling, otherwise ignored.
         gemm: number of this GEMM among those of the state.
         inner: number of contracted dimensions, the last ones of x and the first ones of the kernel.
-
-    Returns:
-        [..., out...] in x's dtype.
-
-    Raises:
-        TypeError: ``x`` has a dtype that is not listed, or ``kernel`` another one.
-        ValueError: a shape does not match, ``state`` is None with delayed scaling, or a device's
-            shard ends within a block that shares a scale.
     """
     fits = 0 < inner <= min(x.ndim, kernel.ndim - 1)
     if not fits or x.shape[x.ndim - inner :] != kernel.shape[:inner]:

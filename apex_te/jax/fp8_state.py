@@ -7,7 +7,7 @@ of the step staged in row 0 of the histories.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -116,6 +116,22 @@ def of_gemm(state: Mapping[str, Any], gemm: int) -> dict[str, Any]:
     if FIRST_DUE in state:
         places = jnp.array(first_step.numbers_of_gemm(state[FIRST_DUE], gemm))
         found[FIRST_DUE] = state[FIRST_DUE][..., places]
+    return found
+
+
+def joined(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the states of several modules with one recipe as that of one module."""
+    if len(states) == 1:
+        return dict(states[0])
+    found = {}
+    for name in states[0]:
+        leaves = [state[name] for state in states]
+        if name == FIRST_DUE:  # has forward's slots of all GEMMs first
+            cuts = [SLOTS["fwd"] * (leaf.shape[-1] // sum(SLOTS.values())) for leaf in leaves]
+            leaves = [leaf[:cut] for leaf, cut in zip(leaves, cuts, strict=True)] + [
+                leaf[cut:] for leaf, cut in zip(leaves, cuts, strict=True)
+            ]
+        found[name] = jnp.concatenate(leaves, axis=-1)
     return found
 
 

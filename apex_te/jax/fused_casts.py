@@ -108,7 +108,7 @@ class ActivationForward(FusedCast):
 
     can_fuse_blocks = True
 
-    def __init__(self, activation: str, x: jax.Array) -> None:
+    def __init__(self, activation: str | swiglu.ClampedSwiglu, x: jax.Array) -> None:
         self._x = x
         self._gate: dict[str, Any] = {"activation": activation, "axis": -2}
 
@@ -136,7 +136,9 @@ class ActivationBackward(FusedCast):
 
     flatten_axis = -2
 
-    def __init__(self, activation: str, dy: jax.Array, x: jax.Array, with_dbias: bool) -> None:
+    def __init__(
+        self, activation: str | swiglu.ClampedSwiglu, dy: jax.Array, x: jax.Array, with_dbias: bool
+    ) -> None:
         self.with_dbias = with_dbias
         self.can_fuse_blocks = not with_dbias  # the kernel has no column sums
         self._dy = dy

@@ -13,6 +13,7 @@ from . import fp8_state
 from ._partition import Kind, gradient_like
 from .fused_casts import ActivationBackward, ActivationForward, Norm, NormForward
 from .ops._gradient import flag, is_wanted, materialised
+from .ops.swiglu import ClampedSwiglu
 from .product import Product, columns_of, rows_of
 from .region import active_recipe
 
@@ -21,7 +22,7 @@ def gated_mlp(
     x: jax.Array,
     parameters: Iterable[jax.Array | None],
     state: Mapping[str, jax.Array],
-    activation: str,
+    activation: str | ClampedSwiglu,
     norm: Norm | None = None,
 ) -> jax.Array:
     """Computes (act(gate) * up) @ wo + wo_bias, with gate and up of norm(x) @ wi + wi_bias.
@@ -70,7 +71,7 @@ class _Wanted(NamedTuple):
 class _Steps:
     """Forward and backward of both dense layers, for a recipe, an activation and a norm."""
 
-    def __init__(self, recipe: Recipe, activation: str, norm: Norm | None) -> None:
+    def __init__(self, recipe: Recipe, activation: str | ClampedSwiglu, norm: Norm | None) -> None:
         self.products = Product(recipe, 0), Product(recipe, 1)
         self._activation = activation
         self._norm = norm
@@ -126,7 +127,9 @@ class _Steps:
 
 
 @functools.lru_cache(maxsize=64)
-def _layer(recipe: Recipe, activation: str, norm: Norm | None) -> Callable[..., jax.Array]:
+def _layer(
+    recipe: Recipe, activation: str | ClampedSwiglu, norm: Norm | None
+) -> Callable[..., Any]:
     """Returns the differentiable layer of a recipe, an activation and a norm."""
     steps = _Steps(recipe, activation, norm)
     one, two = steps.products

@@ -160,6 +160,16 @@ def _entered(
         yield
 
 
+@contextlib.contextmanager
+def named_mesh(owner: str, resource: MeshResource) -> Iterator[None]:
+    """Enters a region's names of mesh axes, with the recipe that there is."""
+    if not isinstance(resource, MeshResource):
+        kind = type(resource).__name__
+        raise TypeError(f"{owner}: resource must be a MeshResource, got {kind}")
+    with _mesh(resource):
+        yield
+
+
 def active_recipe() -> Recipe | None:
     """Returns the recipe of the innermost region; None outside and in one that is not enabled."""
     return _region.value

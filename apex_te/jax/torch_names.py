@@ -85,7 +85,7 @@ def _projection(
 ) -> tuple[str, tuple[str, ...]]:
     """Returns the name of a child of attention, and whose rows its GEMM computes."""
     if name not in _PROJECTIONS:
-        return ("proj" if name == "out" else name), ()
+        return {"out": "proj", "DotProductAttention_0": "core_attention"}.get(name, name), ()
     first = "qkv" if "qkv" in children else "query"
     if is_cross and name != first:
         return "key_value", _PROJECTIONS[name]
@@ -100,7 +100,9 @@ def _leaves(params: Mapping[str, Any], rows: tuple[str, ...]) -> Iterator[Leaf]:
     for name, value in params.items():
         if isinstance(value, Mapping):
             continue
-        if name in ("scale", "ln_bias"):
+        if name == "softmax_offset":
+            yield Leaf(name, (name,), 0)
+        elif name in ("scale", "ln_bias"):
             yield Leaf(name, (f"{norm}{'weight' if name == 'scale' else 'bias'}",), 0)
         elif name in _MLP:
             yield Leaf(name, (_MLP[name],), 1 if name.endswith("kernel") else 0)

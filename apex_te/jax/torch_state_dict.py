@@ -111,6 +111,8 @@ def _split(leaf: Leaf, array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
         return
     several = len(leaf.keys) > 1
     wanted = leaf.inputs + 1 + (several or leaf.name.startswith("wi_"))
+    if leaf.name == "softmax_offset":  # [1, heads, 1, 1]
+        wanted = 4
     if (several or leaf.name not in ("kernel", "bias")) and array.ndim != wanted:
         raise ValueError(
             f"to_torch: {leaf.name} must have {wanted} dimensions {_APART}, got {list(array.shape)}"

@@ -22,8 +22,9 @@ from .names import MARK, Alias
 def share(alias: Alias) -> None:
     """Enters all imported modules of the alias in ``sys.modules`` by their second names, too."""
     for name, module in list(sys.modules.items()):
-        if name == alias.target or name.startswith(f"{alias.target}."):
-            sys.modules.setdefault(alias.name + name.removeprefix(alias.target), module)
+        second = alias.second_name(name)
+        if second is not None:
+            sys.modules.setdefault(second, module)
 
 
 class AliasLoader:
@@ -87,9 +88,10 @@ class SubmoduleFinder:
             return None
         if fullname in alias.extensions:
             return _spec(alias, fullname, alias.extensions[fullname])
-        if not fullname.startswith(f"{alias.name}."):
+        target = alias.served_by(fullname)
+        if target is None or fullname == alias.name:
             return None
-        return _spec(alias, fullname, alias.target + fullname.removeprefix(alias.name))
+        return _spec(alias, fullname, target)
 
 
 def _spec(

@@ -21,6 +21,8 @@ class Alias:
         distributions: the distributions of the real library.
         extensions: names of modules beside the package, which are found once it is imported, with
             the modules that serve them.
+        packages: subpackages that other packages of apex_te serve, by their names, with these
+            packages.
         level: version that the alias claims, the highest that it serves.
         variable: environment variable that installs the alias in a process.
         version_variable: environment variable with a version to claim, or "".
@@ -33,10 +35,40 @@ class Alias:
     distribution: str
     distributions: tuple[str, ...]
     extensions: Mapping[str, str]
+    packages: Mapping[str, str]
     level: str
     variable: str
     version_variable: str
     server: str
+
+    @property
+    def _pairs(self) -> tuple[tuple[str, str], ...]:
+        """Names of packages by which the real library has them, and the packages that serve them;
+        subpackages first.
+        """
+        return (*self.packages.items(), (self.name, self.target))
+
+    def served_by(self, name: str) -> str | None:
+        """Returns the full name of the module that serves the module ``name``, if one may."""
+        return next(
+            (
+                package + name.removeprefix(own)
+                for own, package in self._pairs
+                if name == own or name.startswith(f"{own}.")
+            ),
+            None,
+        )
+
+    def second_name(self, module: str) -> str | None:
+        """Returns the name under which a module of apex_te is served, None if it is not."""
+        return next(
+            (
+                own + module.removeprefix(package)
+                for own, package in self._pairs
+                if module == package or module.startswith(f"{package}.")
+            ),
+            None,
+        )
 
 
 TRANSFORMER_ENGINE = Alias(
@@ -54,6 +86,7 @@ TRANSFORMER_ENGINE = Alias(
     extensions={
         "transformer_engine_torch": "apex_te.integrations.transformer_engine._torch_extension"
     },
+    packages={"transformer_engine.jax": "apex_te.jax"},
     # The highest version whose unguarded imports in frameworks find their names here.
     level="2.14.0",
     variable="APEX_TE_TRANSFORMER_ENGINE",
@@ -67,6 +100,7 @@ APEX = Alias(
     distribution="apex",
     distributions=("apex",),
     extensions={},  # apex_te.compatibility.apex finds them, also before the package is imported
+    packages={},
     level="1.14.0",
     variable="APEX_TE_APEX",
     version_variable="",

@@ -76,10 +76,10 @@ def uninstall(alias: Alias) -> None:
             if finder in sys.meta_path:
                 sys.meta_path.remove(finder)
         for name in list(sys.modules):
-            if name in alias.extensions or name == alias.name or name.startswith(f"{alias.name}."):
-                real = getattr(sys.modules[name], "__name__", "")
-                if real == alias.target or real.startswith(f"{alias.target}."):
-                    del sys.modules[name]
+            real = getattr(sys.modules[name], "__name__", "")
+            is_second = name in alias.extensions or alias.served_by(name) is not None
+            if is_second and alias.second_name(real) is not None:
+                del sys.modules[name]
         _ways[alias.name].clear()
 
 

@@ -14,7 +14,8 @@ from jax.ad_checkpoint import checkpoint_name
 from ..attention import MASK_TYPES, dot_product_attention
 from ..context_parallel import context_parallel_attention, token_positions
 from ..joined_columns import joined_columns
-from ..product import can_fuse_norm
+from ..layernorm_dense import norm_dense
+from ..places import placed
 from ..region import active_recipe
 from ..rotary import rotary_pos_emb
 from . import logical_axes as axes
@@ -23,9 +24,9 @@ from .module import (
     Initializer,
     LayerNormDenseGeneral,
     TransformerEngineBase,
-    dense_parameters,
+    adapted_parameters,
+    adapts,
     last_dimension_parts,
-    placed,
 )
 
 __all__ = ["DotProductAttention", "MultiHeadAttention"]
@@ -61,6 +62,8 @@ class DotProductAttention(TransformerEngineBase):
             "" splits none. ``init`` needs no mesh. Without dropout of attention weights.
         context_parallel_strategy, context_parallel_causal_load_balanced: as ``strategy`` and
             ``causal_load_balanced`` in ``context_parallel_attention``.
+        softmax_type: as in ``apex_te.jax.attention.dot_product_attention``; "learnable" has the
+            parameter ``softmax_offset``, float32 [1, heads, 1, 1], initially 0.
     """
 
     head_dim: int
@@ -79,6 +82,7 @@ class DotProductAttention(TransformerEngineBase):
     context_parallel_axis: str = ""
     context_parallel_strategy: str = "DEFAULT"
     context_parallel_causal_load_balanced: bool = False
+    softmax_type: str = "vanilla"
 
     @nn.compact
     def __call__(
@@ -115,7 +119,17 @@ class DotProductAttention(TransformerEngineBase):
                     f" {self.head_dim}, got {list(x.shape)}"
                 )
         rate = 0.0 if deterministic else self.attention_dropout
-        attend: Any = dot_product_attention
+        offset = None
+        if self.softmax_type == "learnable":
+            shape, names = (1, self.num_attention_heads, 1, 1), (None, axes.HEAD, None, None)
+            offset = self._parameter("softmax_offset", _zeros, shape, names, jnp.float32)
+        sink: dict[str, Any] = {"softmax_type": self.softmax_type, "softmax_offset": offset}
+        attend: Any = functools.partial(dot_product_attention, **sink)
+        if self.context_parallel_axis and self.softmax_type != "vanilla":
+            raise NotImplementedError(
+                'DotProductAttention: softmax_type must be "vanilla" with context_parallel_axis,'
+                f" got {self.softmax_type!r}"
+            )
         if self.context_parallel_axis and not self.is_initializing():
             attend = functools.partial(
                 context_parallel_attention,
@@ -180,8 +194,8 @@ class _Kernel(DenseGeneral):
 
     @nn.compact
     def __call__(self, width: Any) -> Any:
-        """Returns the kernel [width, columns] and the bias or None."""
-        return dense_parameters(self, (width,))
+        """Returns the kernel [width, columns], the bias or None, and what adapts it or None."""
+        return adapted_parameters(self, width)
 
 
 class _Projection(LayerNormDenseGeneral):
@@ -194,20 +208,27 @@ class _Projection(LayerNormDenseGeneral):
         """Returns each kernel's GEMM [..., width], and the norm's output.
 
         That is ``inputs`` [..., in] without a norm, and None if it is only made in FP8. ``beside``
-        are pairs of a kernel, [in, width] or [in, kernels, width], and its bias or None.
+        are a kernel, [in, width] or [in, kernels, width], its bias or None, and what adapts it or
+        None.
         """
         state = self._fp8_state() or {}
-        found = self._prepared(inputs, state)
-        kernels = [found.kernel, *(each for each, _ in beside)]
-        parts = last_dimension_parts(found.kernel, self.kernel_axes)
+        x, norm, kernel, bias, adapter = self._operands(inputs)
+        kernels = [kernel, *(each for each, _, _ in beside)]
+        parts = last_dimension_parts(kernel, self.kernel_axes)
         columns = joined_columns(kernels, parts, active_recipe())
-        bias = found.bias
         if bias is not None:
-            bias = columns.join([bias, *(each for _, each in beside)], 0)
-        found = found._replace(kernel=columns.join(kernels, 1), bias=bias)
-        if can_fuse_norm(state) and found.x.ndim > 1:
-            return self._fused(found, state, columns), found.normed
-        return columns.split(self._dense(found.x, found.kernel, bias, state, 0)), found.normed
+            bias = columns.join([bias, *(each for _, each, _ in beside)], 0)
+        products, normed = norm_dense(
+            x, norm, columns.join(kernels, 1), bias, state, self.dot_input_axes, columns,
+            self._returns_norm or adapter is not None,
+        )  # fmt: skip
+        if adapter is not None:
+            added = []
+            for one, adapts in zip(kernels, [adapter, *(a for _, _, a in beside)], strict=True):
+                more = adapts(normed)
+                added += [more] if one.ndim == 2 else list(jnp.moveaxis(more, -2, 0))
+            products = [y + more for y, more in zip(products, added, strict=True)]
+        return products, normed
 
 
 class MultiHeadAttention(TransformerEngineBase):
@@ -221,7 +242,7 @@ class MultiHeadAttention(TransformerEngineBase):
     Attributes:
         head_dim, num_attention_heads, num_gqa_groups, attention_dropout, attn_mask_type,
         attn_bias_type, dropout_rng_name, float32_logits, window_size, context_parallel_axis,
-        context_parallel_strategy, context_parallel_causal_load_balanced: as in
+        context_parallel_strategy, context_parallel_causal_load_balanced, softmax_type: as in
             ``DotProductAttention``. Masks and biases are those of whole sequences.
         input_layernorm: normalise ``inputs_q``, which in self attention is the only input.
         layernorm_type, zero_centered_gamma: as in ``LayerNorm``.
@@ -235,8 +256,10 @@ class MultiHeadAttention(TransformerEngineBase):
             position / (min * (max / min) ** (i / n)).
         rotary_pos_emb_group_method: "consecutive" for pairs (2 i, 2 i + 1), "alternate" for
             (i, i + head_dim / 2).
-        low_rank_adaptation_scope: must be "none".
-        low_rank_adaptation_dim, low_rank_adaptation_alpha: not used.
+        low_rank_adaptation_scope: which linear layers get low-rank adapters: "none", "all",
+            "qkv_proj", "output_proj", "exclude_qkv_proj" or "exclude_output_proj"; "mlp" and
+            "exclude_mlp" are for a ``TransformerLayer``.
+        low_rank_adaptation_dim, low_rank_adaptation_alpha: as in ``DenseGeneral``.
         dtype: dtype of the parameters; the layer computes in that of its inputs.
         fuse_qkv_params: one kernel for queries, keys and values, or for keys and values.
         transpose_batch_sequence: inputs and results are [s, b, ...] instead of [b, s, ...].
@@ -283,6 +306,7 @@ class MultiHeadAttention(TransformerEngineBase):
     context_parallel_axis: str = ""
     context_parallel_strategy: str = "DEFAULT"
     context_parallel_causal_load_balanced: bool = False
+    softmax_type: str = "vanilla"
 
     @nn.compact
     def __call__(
@@ -358,6 +382,7 @@ class MultiHeadAttention(TransformerEngineBase):
             context_parallel_axis=self.context_parallel_axis,
             context_parallel_strategy=self.context_parallel_strategy,
             context_parallel_causal_load_balanced=self.context_parallel_causal_load_balanced,
+            softmax_type=self.softmax_type,
         )(q, k, v, mask, bias, deterministic=deterministic, query_start=start)
         if index is not None and not self.is_initializing():
             x = jnp.where(start + jnp.arange(x.shape[1])[:, None, None] < k.shape[1], x, jnp.nan)
@@ -373,6 +398,7 @@ class MultiHeadAttention(TransformerEngineBase):
             bias_axes=(axes.W_NO_SHARD,),
             dtype=self.dtype,
             name="out",
+            **self._low_rank_options("output_proj"),
         )(x)
         return checkpoint_name(out, "out_proj"), normed
 
@@ -397,11 +423,6 @@ class MultiHeadAttention(TransformerEngineBase):
     @property
     def _heads(self) -> int:
         """Checks what is not offered, and returns the number of heads."""
-        if self.low_rank_adaptation_scope not in ("none", None):
-            raise NotImplementedError(
-                'MultiHeadAttention: low_rank_adaptation_scope must be "none", got'
-                f" {self.low_rank_adaptation_scope!r}"
-            )
         self._check_counts("head_dim", "num_attention_heads", "num_heads", "num_gqa_groups")
         heads = self.num_attention_heads if self.num_heads is None else self.num_heads
         if heads is None:
@@ -417,6 +438,14 @@ class MultiHeadAttention(TransformerEngineBase):
                 f" {', '.join(MASK_TYPES)}, got {self.attn_mask_type!r}"
             )
         return heads
+
+    def _low_rank_options(self, part: str) -> dict[str, Any]:
+        """Returns the fields of a linear layer that belong to its low-rank adapter."""
+        return {
+            "enable_low_rank_adaptation": adapts(self, part),
+            "low_rank_adaptation_dim": self.low_rank_adaptation_dim,
+            "low_rank_adaptation_alpha": self.low_rank_adaptation_alpha,
+        }
 
     def _positions(self, x: jax.Array) -> jax.Array | None:
         """Returns the positions of tokens [b, s, ..] of split sequences, None for others."""
@@ -460,6 +489,7 @@ class MultiHeadAttention(TransformerEngineBase):
             "bias_axes": (*joined, axes.W_TP),
             "dtype": self.dtype,
             "name": name,
+            **self._low_rank_options("qkv_proj"),
         }
 
     def _projected(self, inputs_q: jax.Array, inputs_kv: jax.Array) -> _Projected:

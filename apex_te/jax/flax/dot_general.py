@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from ...recipe import DelayedScaling, Recipe
 from .. import fp8_state
-from ..dense import dense
+from ..dense import dense_with_state
 from ..region import checked_recipe, fp8_autocast
 
 __all__ = ["make_dot_general_cls"]
@@ -78,7 +78,7 @@ def make_dot_general_cls(recipe: Recipe | str | None = None) -> type[nn.Module]:
                     )
                 state = self._fp8_state(chosen)
             with fp8_autocast(True, chosen):
-                return dense(x, kernel.astype(x.dtype), None, state, inner=len(right))
+                return dense_with_state(x, kernel.astype(x.dtype), None, state, inner=len(right))
 
         @nn.compact
         def _fp8_state(self, recipe: DelayedScaling) -> dict[str, jax.Array]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
@@ -17,18 +17,16 @@ from jax.sharding import PartitionSpec
 from ...recipe import DelayedScaling
 from ...runtime.named_arguments import check_count
 from .. import _partition, fp8_state
+from ..activation import Function, Params, ordered
 from ..boxes import unbox
-from ..dense import dense
+from ..dense import dense_with_state
 from ..fused_casts import Norm
-from ..fused_dense import fused_dense
-from ..gated_mlp import gated_mlp
-from ..joined_columns import JoinedColumns
+from ..layernorm import in_dtype, normalised
+from ..layernorm_dense import norm_dense
+from ..layernorm_mlp import Between, norm_mlp
+from ..low_rank import adapted
 from ..ops._checks import FLOATS
-from ..ops.activation import KINDS, activation
-from ..ops.layer_norm import layer_norm
-from ..ops.rms_norm import rms_norm
-from ..ops.swiglu import ACTIVATIONS, swiglu
-from ..product import can_fuse_activation, can_fuse_norm
+from ..places import Axes, placed
 from ..region import active_recipe
 
 __all__ = [
@@ -36,27 +34,12 @@ __all__ = [
 ]  # fmt: skip
 
 Initializer = Callable[..., Any]
-Axes = tuple[str | None, ...]
 _zeros = nn.initializers.zeros
 _norm_axes = ("embed",)
 
 
 def _kernel_init(given: Initializer | None) -> Initializer:
     return given or nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
-
-
-def _is_placed(axes: Axes | None) -> bool:
-    """Returns True if ``placed`` places arrays on the mesh axes of logical axes."""
-    return axes is not None and bool(nn.get_logical_axis_rules())
-
-
-def placed(x: jax.Array, axes: Axes | None) -> jax.Array:
-    """Constrains ``x`` to the mesh axes of logical axes; no-op without them or Flax's rules."""
-    rules = nn.get_logical_axis_rules()
-    if axes is None or not rules:
-        return x
-    spec = nn.logical_to_mesh_axes(axes, rules)
-    return _partition.constrained(x, spec, lambda x: nn.with_logical_constraint(x, axes))
 
 
 def last_dimension_parts(x: jax.Array, axes: Axes | None) -> int:
@@ -155,9 +138,11 @@ class TransformerEngineBase(nn.Module):
             )
         return x
 
-    def _parameter(self, name: str, init: Initializer, shape: Sequence[int], axes: Any) -> Any:
-        """Returns a parameter; its box carries its logical axes."""
-        dtype, axes = self._dtype(), tuple(axes or ())
+    def _parameter(
+        self, name: str, init: Initializer, shape: Sequence[int], axes: Any, dtype: Any = None
+    ) -> Any:
+        """Returns a parameter, by default of the field ``dtype``; its box carries its axes."""
+        dtype, axes = dtype or self._dtype(), tuple(axes or ())
         if not self._is_v1:
 
             def boxed(*given: Any) -> Any:
@@ -198,7 +183,34 @@ class TransformerEngineBase(nn.Module):
     ) -> jax.Array:
         """Multiplies by a parameter [in..., out...] in x's dtype; see ``dense``."""
         bias = None if bias is None else bias.astype(x.dtype)
-        return dense(x, kernel.astype(x.dtype), bias, state, gemm, inner)
+        return dense_with_state(x, kernel.astype(x.dtype), bias, state, gemm, inner)
+
+    def _low_rank(
+        self, name: str, inner: Sequence[int], features: Any, init: Initializer | None
+    ) -> Callable[[jax.Array], jax.Array] | None:
+        """Returns what adapts a linear layer in low rank, made of its parameters, or None.
+
+        The parameters' names begin with ``name``; ``inner`` are the extents of the last dimensions
+        of its argument.
+        """
+        layer: Any = self
+        if not layer.enable_low_rank_adaptation:
+            return None
+        rank, alpha = layer.low_rank_adaptation_dim, layer.low_rank_adaptation_alpha
+        check_count(type(self).__name__, "low_rank_adaptation_dim", rank)
+        lead, last = features[:-1], features[-1]
+
+        def first(key: Any, shape: Any, dtype: Any) -> jax.Array:
+            # As many inputs as a kernel has, whatever is beside the rank.
+            whole = math.prod(inner), math.prod(lead) * rank
+            return _kernel_init(init)(key, whole, dtype).reshape(shape)
+
+        shapes = (*inner, *lead, rank), (*lead, rank, last)
+        a, b = (
+            self._parameter(f"{name}lora_{each}_kernel", how, shape, (None,) * len(shape))
+            for each, how, shape in zip("ab", (first, _zeros), shapes, strict=True)
+        )
+        return functools.partial(adapted, a=a, b=b, inner=len(inner), alpha=alpha)
 
 
 class DenseGeneral(TransformerEngineBase):
@@ -212,8 +224,9 @@ class DenseGeneral(TransformerEngineBase):
         use_bias: add a bias.
         bias_init: initializer of the bias.
         bias_axes: logical axes of the bias.
-        enable_low_rank_adaptation: must be False.
-        low_rank_adaptation_dim, low_rank_adaptation_alpha: not used.
+        enable_low_rank_adaptation: add x @ ``lora_a_kernel`` @ ``lora_b_kernel`` in x's dtype.
+        low_rank_adaptation_dim: the rank, the width between these kernels.
+        low_rank_adaptation_alpha: what is added is multiplied by alpha / rank; None: by 1.
         axis: dimensions of the input that are contracted.
         dtype: dtype of the parameters; the layer computes in that of its input.
         transpose_batch_sequence: no effect; the layer is the same for both layouts.
@@ -235,17 +248,15 @@ class DenseGeneral(TransformerEngineBase):
     @nn.compact
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """Returns the output: dimensions of ``inputs`` that are not contracted, then new ones."""
-        if self.enable_low_rank_adaptation:
-            raise NotImplementedError(
-                "DenseGeneral: enable_low_rank_adaptation must be False, got True"
-            )
         x = self._input(inputs)
         axes = contracted_axes("DenseGeneral", self.axis, x.shape)
         rest = tuple(i for i in range(x.ndim) if i not in axes)
         x = x.transpose(*rest, *axes)
         inner = x.shape[len(rest) :]
         kernel, bias = dense_parameters(self, inner)
-        return self._dense(x, kernel, bias, self._fp8_state(), 0, len(axes))
+        y = self._dense(x, kernel, bias, self._fp8_state(), 0, len(axes))
+        adapter = self._low_rank("", inner, kernel.shape[len(inner) :], self.kernel_init)
+        return y if adapter is None else y + adapter(x)
 
 
 def dense_parameters(layer: Any, inner: Sequence[int]) -> tuple[jax.Array, jax.Array | None]:
@@ -281,20 +292,11 @@ class _Normed(TransformerEngineBase):
 
     def _norm(self, x: jax.Array) -> jax.Array:
         """Normalises over the last dimension with the parameters ``scale`` and ``ln_bias``."""
-        norm, scale, bias = self._norm_with_parameters(x.shape[-1], x.dtype)
-        options = {"zero_centered_gamma": norm.zero_centered_gamma}
-        if bias is None:
-            return rms_norm(x, scale, norm.epsilon, **options)
-        return layer_norm(x, scale, bias, norm.epsilon, **options)
+        return normalised(x, *self._norm_with_parameters(x))
 
-    def _norm_with_parameters(
-        self, width: int, dtype: Any
-    ) -> tuple[Norm, jax.Array, jax.Array | None]:
-        """Returns norm, scale, and bias, None for an RMS norm, in ``dtype`` or float32."""
-
-        def in_dtype(p: jax.Array) -> jax.Array:
-            return p if p.dtype == jnp.float32 else p.astype(dtype)
-
+    def _norm_with_parameters(self, x: jax.Array) -> tuple[Norm, jax.Array, jax.Array | None]:
+        """Returns norm, scale, and bias, None for an RMS norm, in x's dtype or float32."""
+        width = x.shape[-1]
         layer: Any = self
         if layer.layernorm_type not in ("layernorm", "rmsnorm"):
             raise ValueError(
@@ -303,13 +305,13 @@ class _Normed(TransformerEngineBase):
             )
         centered = layer.zero_centered_gamma
         init = layer.scale_init or (_zeros if centered else nn.initializers.ones)
-        scale = in_dtype(self._parameter("scale", init, (width,), layer.scale_axes))
+        scale = self._parameter("scale", init, (width,), layer.scale_axes)
         if layer.layernorm_type == "rmsnorm":
-            return Norm("rms_norm", layer.epsilon, centered), scale, None
+            return Norm("rms_norm", layer.epsilon, centered), *in_dtype(x, scale, None)
         init = getattr(layer, "ln_bias_init", None) or layer.bias_init
         axes = layer.ln_bias_axes if hasattr(layer, "ln_bias_axes") else layer.bias_axes
         bias = self._parameter("ln_bias", init, (width,), axes)
-        return Norm("layer_norm", layer.epsilon, centered), scale, in_dtype(bias)
+        return Norm("layer_norm", layer.epsilon, centered), *in_dtype(x, scale, bias)
 
 
 class LayerNorm(_Normed):
@@ -343,21 +345,6 @@ class LayerNorm(_Normed):
         x = self._input(x, "x")
         contracted_axes("LayerNorm", -1, x.shape)
         return self._norm(x)
-
-
-class Prepared(NamedTuple):
-    """Operands of the GEMM of a ``LayerNormDenseGeneral``.
-
-    Without ``norm``, ``x`` is the GEMM's input, and ``normed`` the norm's output or the input. Else
-    ``x`` is the input of ``norm``, which has not run yet because it writes FP8 itself, with its
-    scale and its bias or None.
-    """
-
-    x: jax.Array
-    normed: jax.Array | None
-    norm: tuple[Norm, jax.Array, jax.Array | None] | None
-    kernel: jax.Array
-    bias: jax.Array | None
 
 
 class LayerNormDenseGeneral(_Normed):
@@ -407,42 +394,52 @@ class LayerNormDenseGeneral(_Normed):
     def __call__(self, inputs: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """Returns the output, and the norm's output or None; ``inputs`` are [..., in]."""
         state = self._fp8_state() or {}
-        found = self._prepared(inputs, state)
-        if found.norm is None:
-            y = self._dense(found.x, found.kernel, found.bias, state, 0)
-        else:
-            y = self._fused(found, state)
+        x, norm, kernel, bias, adapter = self._operands(inputs)
+        y, normed = norm_dense(
+            x, norm, kernel, bias, state, self.dot_input_axes,
+            returns_norm=self._returns_norm or adapter is not None,
+        )  # fmt: skip
+        y = y if adapter is None else y + adapter(normed)
         if self.depth_scaling is not None:
             y = y / self.depth_scaling
-        return y, found.normed if self._returns_norm else None
-
-    def _fused(
-        self, found: Prepared, state: Mapping[str, jax.Array], columns: JoinedColumns | None = None
-    ) -> Any:
-        """Returns the GEMM, or those of several kernels; see ``fused_dense``."""
-        norm, *of_norm = found.norm or (None, None, None)
-        given = (None if p is None else p.astype(found.x.dtype) for p in (found.kernel, found.bias))
-        return fused_dense(found.x, (*of_norm, *given), state, norm, columns)
+        return y, normed if self._returns_norm else None
 
     @property
     def _returns_norm(self) -> bool:
         """Returns True if the norm's output is returned, too."""
         return self.return_layernorm_output and self.enable_layernorm
 
-    def _prepared(self, inputs: jax.Array, state: Mapping[str, jax.Array]) -> Prepared:
-        """Returns what the GEMM needs; the norm has run unless it writes FP8 itself."""
-        if self.enable_low_rank_adaptation:
-            raise NotImplementedError(
-                "LayerNormDenseGeneral: enable_low_rank_adaptation must be False, got True"
-            )
+    def _operands(self, inputs: jax.Array) -> tuple[Any, ...]:
+        """Returns the input; the norm with its parameters, the bias and what adapts the GEMM, or
+        None; and before the last two the kernel.
+        """
         x = placed(self._last_axis_input(inputs), self.layernorm_input_axes)
-        fuses = can_fuse_norm(state) and x.ndim > 1 and not _is_placed(self.dot_input_axes)
-        if fuses and self.enable_layernorm and not self._returns_norm:
-            norm = self._norm_with_parameters(x.shape[-1], x.dtype)
-            return Prepared(x, None, norm, *dense_parameters(self, x.shape[-1:]))
-        normed = self._norm(x) if self.enable_layernorm else x
-        x = placed(normed, self.dot_input_axes)
-        return Prepared(x, normed, None, *dense_parameters(self, x.shape[-1:]))
+        norm = self._norm_with_parameters(x) if self.enable_layernorm else None
+        return x, norm, *adapted_parameters(self, x.shape[-1])
+
+
+_ADAPTED = ("qkv_proj", "output_proj", "mlp")
+
+
+def adapts(layer: Any, part: str) -> bool:
+    """Returns True if the field ``low_rank_adaptation_scope`` includes a part of a layer."""
+    scope = layer.low_rank_adaptation_scope
+    found = str(scope or "none").lower()
+    scopes = ("none", "all", *_ADAPTED, *(f"exclude_{each}" for each in _ADAPTED))
+    if found not in scopes:
+        raise ValueError(
+            f"{type(layer).__name__}: low_rank_adaptation_scope must be one of"
+            f" {', '.join(scopes)}, got {scope!r}"
+        )
+    return found in ("all", part) or (found.startswith("exclude_") and found != f"exclude_{part}")
+
+
+def adapted_parameters(layer: Any, width: int) -> tuple[Any, Any, Any]:
+    """Returns the kernel [width, *features] of a layer, its bias or None, and what adapts it or
+    None.
+    """
+    kernel, bias = dense_parameters(layer, (width,))
+    return kernel, bias, layer._low_rank("", (width,), kernel.shape[1:], layer.kernel_init)
 
 
 class LayerNormMLP(_Normed):
@@ -458,13 +455,18 @@ class LayerNormMLP(_Normed):
         use_bias: add biases.
         bias_init, bias_axes_1, bias_axes_2: initializer and logical axes of the biases.
         return_layernorm_output: also return the norm's output.
-        activations: one activation; for a gated MLP the gate's activation and "linear".
+        activations, activation_params: as ``activation_type`` and ``act_params`` in
+            ``apex_te.jax.activation.activation``: one name; for a gated MLP the gate's and
+            "linear".
         intermediate_dropout_rng_name: name of Flax's random number stream for dropout.
         intermediate_dropout_rate: probability of dropout after the activation.
         intermediate_hidden_dropout_dims: dimensions along which the dropout mask is broadcast.
+        enable_low_rank_adaptation, low_rank_adaptation_dim, low_rank_adaptation_alpha: as in
+            ``DenseGeneral``, for both linear layers: "wi_lora_a_kernel" and so on.
         axis: must be the last dimension.
         dtype: dtype of the parameters; the layer computes in that of its input.
         transpose_batch_sequence: no effect; the layer is the same for both layouts.
+        ffn1_ckpt_name, ffn2_ckpt_name: as in ``apex_te.jax.layernorm_mlp.layernorm_mlp``.
         layernorm_input_axes, dot_1_input_axes, dot_2_input_axes: logical axes to which the inputs
             of the norm and of both GEMMs are constrained; None does not constrain them.
     """
@@ -486,38 +488,22 @@ class LayerNormMLP(_Normed):
     bias_axes_1: Axes = ("act", "mlp")
     bias_axes_2: Axes = ("embed",)
     return_layernorm_output: bool = False
-    activations: Sequence[str] = ("gelu",)
+    activations: Sequence[str | Function] = ("gelu",)
+    activation_params: Params = None
     intermediate_dropout_rng_name: str = "dropout"
     intermediate_dropout_rate: float = 0.0
     intermediate_hidden_dropout_dims: Sequence[int] = ()
+    enable_low_rank_adaptation: bool = False
+    low_rank_adaptation_dim: int = 32
+    low_rank_adaptation_alpha: float | None = None
     axis: int | Sequence[int] = -1
     dtype: Any = jnp.float32
     transpose_batch_sequence: bool = False
     layernorm_input_axes: Axes | None = None
     dot_1_input_axes: Axes | None = None
     dot_2_input_axes: Axes | None = None
-
-    def _act(self, x: jax.Array) -> jax.Array:
-        """Applies the activations to [..., activations, dim]."""
-        names = tuple(self.activations)
-        if len(names) == 1 and names[0] in KINDS:
-            return activation(x[..., 0, :], names[0])
-        if len(names) == 2 and names[1] == "linear" and names[0] in ACTIVATIONS:
-            return swiglu(x, activation=names[0], axis=-2)
-        raise ValueError(
-            f"LayerNormMLP: activations must be one of {', '.join(KINDS)}, or one of"
-            f' {", ".join(ACTIVATIONS)} and "linear", got {names}'
-        )
-
-    def _is_fused(self, x: jax.Array, state: Any, deterministic: bool) -> bool:
-        """Returns True if nothing but a gated activation is between the linear layers."""
-        names = tuple(self.activations)
-        is_gated = len(names) == 2 and names[1] == "linear" and names[0] in ACTIVATIONS
-        drops = self.intermediate_dropout_rate > 0.0 and not deterministic
-        is_placed = _is_placed(self.dot_2_input_axes)
-        return (
-            x.ndim > 1 and is_gated and not drops and not is_placed and can_fuse_activation(state)
-        )
+    ffn1_ckpt_name: str = "ffn1"
+    ffn2_ckpt_name: str = "ffn2"
 
     @nn.compact
     def __call__(
@@ -531,36 +517,38 @@ class LayerNormMLP(_Normed):
         """
         x = placed(self._last_axis_input(inputs), self.layernorm_input_axes)
         state, width = self._fp8_state(2) or {}, x.shape[-1]
+        norm = self._norm_with_parameters(x) if self.enable_layernorm else None
+        kernels = self._kernels(width)
+        inner, outer = kernels[0].shape[1:], kernels[2].shape
+        adapters = (
+            self._low_rank("wi_", (width,), inner, self.kernel_init),
+            self._low_rank("wo_", outer[:1], outer[1:], self.kernel_init),
+        )
+        drop: Any = None
+        if self.intermediate_dropout_rate > 0.0 and not deterministic:
+            drop = nn.Dropout(
+                self.intermediate_dropout_rate,
+                broadcast_dims=tuple(self.intermediate_hidden_dropout_dims),
+                deterministic=False,
+                rng_collection=self.intermediate_dropout_rng_name,
+            )
         returned = self.return_layernorm_output and self.enable_layernorm
-        if self._is_fused(x, state, deterministic):
-            norm: Norm | None = None
-            of_norm: list[Any] = [None, None]
-            is_fused = can_fuse_norm(state) and not _is_placed(self.dot_1_input_axes)
-            if self.enable_layernorm and not returned and is_fused:
-                norm, *of_norm = self._norm_with_parameters(width, x.dtype)
-                normed = h = x
-            else:
-                normed = self._norm(x) if self.enable_layernorm else x
-                h = placed(normed, self.dot_1_input_axes)
-            given = (None if p is None else p.astype(h.dtype) for p in self._kernels(width))
-            y = gated_mlp(h, (*of_norm, *given), state, self.activations[0], norm)
-            return y, normed if returned else None
-        normed = self._norm(x) if self.enable_layernorm else x
-        wi, wi_bias, wo, wo_bias = self._kernels(width)
-        h = placed(normed, self.dot_1_input_axes)
-        h = self._dense(h, wi, wi_bias, state, 0)
-        h = nn.Dropout(
-            self.intermediate_dropout_rate,
-            broadcast_dims=tuple(self.intermediate_hidden_dropout_dims),
-            rng_collection=self.intermediate_dropout_rng_name,
-        )(self._act(h), deterministic=deterministic)
-        h = placed(h, self.dot_2_input_axes)
-        y = self._dense(h, wo, wo_bias, state, 1)
+        between = Between(
+            ordered("LayerNormMLP", self.activations),
+            self.activation_params,
+            self.dot_1_input_axes,
+            self.dot_2_input_axes,
+            (self.ffn1_ckpt_name, self.ffn2_ckpt_name),
+            drop,
+            tuple(each for each in adapters if each is not None),
+        )
+        y, normed = norm_mlp("LayerNormMLP", x, norm, kernels, state, between, returned)
         return y, normed if returned else None
 
     def _kernels(self, width: int) -> tuple[Any, Any, Any, Any]:
         """Returns the kernels of the linear layers, each followed by its bias or None."""
-        acts, dim, init = len(self.activations), self.intermediate_dim, self.kernel_init
+        acts = len(ordered(type(self).__name__, self.activations))
+        dim, init = self.intermediate_dim, self.kernel_init
         check_count(type(self).__name__, "intermediate_dim", dim)
 
         def init_wi(key: Any, whole: Any, dtype: Any) -> jax.Array:

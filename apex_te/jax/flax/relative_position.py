@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .module import Axes, Initializer, TransformerEngineBase
+from ..places import Axes
+from .module import Initializer, TransformerEngineBase
 
 __all__ = ["RelativePositionBiases"]
 

@@ -10,10 +10,12 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from ..activation import Function, Params
 from ..context_parallel import whole_tokens
+from ..places import placed
 from . import logical_axes as axes
 from .attention import MultiHeadAttention
-from .module import Initializer, LayerNorm, LayerNormMLP, TransformerEngineBase, placed
+from .module import Initializer, LayerNorm, LayerNormMLP, TransformerEngineBase, adapts
 from .relative_position import RelativePositionBiases
 
 __all__ = ["TransformerLayer", "TransformerLayerType"]
@@ -54,7 +56,8 @@ class TransformerLayer(TransformerEngineBase):
             normal).
         mlp_kernel_init: initializer of the MLP's kernels; None: variance_scaling(1.0, fan_in,
             truncated_normal).
-        mlp_activations: as ``activations`` in ``LayerNormMLP``.
+        mlp_activations, mlp_activation_params: as ``activations`` and ``activation_params`` in
+            ``LayerNormMLP``.
         use_bias: add biases in all linear layers.
         bias_init: initializer of the biases.
         apply_residual_connection_post_layernorm: add the norm's output, instead of its input, as
@@ -66,8 +69,10 @@ class TransformerLayer(TransformerEngineBase):
         enable_relative_embedding: add relative position biases to the scores of self attention.
         relative_embedding: the module that computes them; None: ``RelativePositionBiases`` with 32
             buckets up to the distance 128.
-        enable_rotary_pos_emb, rotary_pos_emb_windows, rotary_pos_emb_group_method,
-        low_rank_adaptation_scope, low_rank_adaptation_dim, low_rank_adaptation_alpha,
+        low_rank_adaptation_scope: which linear layers get low-rank adapters: "none", "all",
+            "qkv_proj", "output_proj", "mlp", or one of the latter after "exclude_".
+        low_rank_adaptation_dim, low_rank_adaptation_alpha: as in ``DenseGeneral``.
+        enable_rotary_pos_emb, rotary_pos_emb_windows, rotary_pos_emb_group_method, softmax_type,
         fuse_qkv_params, enable_sequence_parallel, scale_attn_logits, scaled_query_init,
         context_parallel_axis, context_parallel_strategy, context_parallel_causal_load_balanced: as
             in ``MultiHeadAttention``, for self and cross attention.
@@ -92,7 +97,8 @@ class TransformerLayer(TransformerEngineBase):
     dropout_rng_name: str = "dropout"
     mha_kernel_init: Initializer | None = None
     mlp_kernel_init: Initializer | None = None
-    mlp_activations: Sequence[str] = ("gelu",)
+    mlp_activations: Sequence[str | Function] = ("gelu",)
+    mlp_activation_params: Params = None
     use_bias: bool = False
     bias_init: Initializer = _zeros
     apply_residual_connection_post_layernorm: bool = False
@@ -120,6 +126,7 @@ class TransformerLayer(TransformerEngineBase):
     context_parallel_axis: str = ""
     context_parallel_strategy: str = "DEFAULT"
     context_parallel_causal_load_balanced: bool = False
+    softmax_type: str = "vanilla"
 
     @nn.compact
     def __call__(
@@ -273,6 +280,7 @@ class TransformerLayer(TransformerEngineBase):
             context_parallel_axis=self.context_parallel_axis,
             context_parallel_strategy=self.context_parallel_strategy,
             context_parallel_causal_load_balanced=self.context_parallel_causal_load_balanced,
+            softmax_type=self.softmax_type,
             name=name,
             **options,
         )
@@ -295,6 +303,10 @@ class TransformerLayer(TransformerEngineBase):
             bias_axes_2=(axes.W_NO_SHARD,),
             return_layernorm_output=self.apply_residual_connection_post_layernorm,
             activations=self.mlp_activations,
+            activation_params=self.mlp_activation_params,
+            enable_low_rank_adaptation=adapts(self, "mlp"),
+            low_rank_adaptation_dim=self.low_rank_adaptation_dim,
+            low_rank_adaptation_alpha=self.low_rank_adaptation_alpha,
             intermediate_dropout_rng_name=self.dropout_rng_name,
             intermediate_dropout_rate=self.intermediate_dropout,
             intermediate_hidden_dropout_dims=self.intermediate_dropout_dims,

@@ -145,7 +145,7 @@ def _quantized(
     function: str, results: dict[str, Any], given: dict[str, Any], groups: Groups | int
 ) -> GroupedOutput:
     """Calls a cast of groups; ``groups`` are the places of the groups, or their number."""
-    if not {"rowwise", "columnwise"} & set(results):
+    if not {"rowwise", "columnwise"} & set(results) and "amax" not in given:
         raise ValueError(f"{_OP}: rowwise or columnwise must be True, got False for both")
     inverse_given = "scale_inv" in given
     if not inverse_given:

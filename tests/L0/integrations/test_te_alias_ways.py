@@ -1,5 +1,6 @@
 """The alias ``transformer_engine`` in a process: its three ways in, refusals, and what it costs."""
 
+import importlib.util
 import json
 import os
 import sys
@@ -375,3 +376,163 @@ for options in ([], ["--json"]):
     facts, text = report(folder)
     assert facts["problem"].startswith("transformer-engine-torch is installed in")
     assert "pip uninstall transformer-engine-torch" in text
+
+
+WITHOUT_TORCH = """
+import importlib.abc, sys
+class NoTorch(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "torch":
+            raise ModuleNotFoundError(f"No module named {name!r}", name="torch")
+sys.meta_path.insert(0, NoTorch())
+"""
+
+
+def needs_jax():
+    for name in ("jax", "flax"):
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"needs {name}")
+
+
+JAX_NAMES = """
+import importlib.metadata as metadata, importlib.util, sys
+import transformer_engine.jax as te
+import transformer_engine.jax.flax as te_flax
+from transformer_engine.common import recipe
+from transformer_engine import jax as again
+from transformer_engine.jax.activation import activation
+from transformer_engine.jax.checkpoint_policies import te_gemms_saveable
+from transformer_engine.jax.dense import dense, grouped_dense
+from transformer_engine.jax.flax.module import TransformerEngineBase
+from transformer_engine.jax.flax.transformer import TransformerLayer
+from transformer_engine.jax.layernorm import layernorm
+from transformer_engine.jax.layernorm_dense import layernorm_dense
+from transformer_engine.jax.layernorm_mlp import layernorm_mlp
+from transformer_engine.jax.quantize import QuantizerFactory, autocast, noop_quantizer_set
+from transformer_engine.jax.sharding import MeshResource, global_shard_guard
+from transformer_engine.jax.softmax import SoftmaxFusionType, softmax
+import transformer_engine, apex_te.jax, apex_te.jax.dense as ours
+assert te is again is transformer_engine.jax is apex_te.jax is sys.modules["apex_te.jax"]
+assert sys.modules["transformer_engine.jax.dense"] is ours is te.dense
+assert te.__spec__.name == te.__name__ == "apex_te.jax"
+assert importlib.util.find_spec("transformer_engine.jax.dense") is ours.__spec__
+assert te_flax is te.flax and te_flax.TransformerLayer is TransformerLayer
+for name in ("NVTE_FP8_COLLECTION_NAME autocast fp8_autocast update_collections "
+             "MeshResource").split():
+    assert getattr(te, name)
+for name in ("DenseGeneral LayerNorm LayerNormDenseGeneral LayerNormMLP DotProductAttention "
+             "make_dot_general_cls extend_logical_axis_rules MultiHeadAttention "
+             "RelativePositionBiases TransformerLayer TransformerLayerType").split():
+    assert getattr(te_flax, name)
+assert metadata.version("transformer-engine") == transformer_engine.__version__
+made = recipe.Float8CurrentScaling()
+with te.autocast(enabled=True, recipe=made):
+    assert QuantizerFactory.create_set().recipe == made.plain()
+try:
+    import transformer_engine.jax.nothing
+except ImportError:
+    pass
+else:
+    raise AssertionError("nothing")
+torch = sorted({name.partition(".")[0] for name in sys.modules} & {"torch"})
+try:
+    import transformer_engine.pytorch
+except ModuleNotFoundError as error:
+    assert error.name == "torch"
+    absent = True
+else:
+    absent = False
+print("torch:", *torch, absent)
+"""
+
+
+@pytest.mark.cover(0)
+@pytest.mark.parametrize("way", ["install", "environment", "files"])
+def test_each_way_serves_jax_without_torch(way, enter):
+    needs_jax()
+    begin, folders, variables = enter(way)
+    assert run(WITHOUT_TORCH + begin + JAX_NAMES, *folders, **variables).strip() == "torch: True"
+
+
+@pytest.mark.cover(0)
+def test_where_torch_is_installed_it_is_not_imported(enter):
+    needs_jax()
+    begin, folders, variables = enter("install")
+    assert run(begin + JAX_NAMES, *folders, **variables).strip() == "torch: False"
+
+
+README = """
+import flax
+import jax
+import jax.numpy as jnp
+import transformer_engine.jax as te
+import transformer_engine.jax.flax as te_flax
+from transformer_engine.common import recipe
+
+BATCH = 32
+SEQLEN = 128
+HIDDEN = 1024
+
+# Initialize RNG and inputs.
+rng = jax.random.PRNGKey(0)
+init_rng, data_rng = jax.random.split(rng)
+inp = jax.random.normal(data_rng, [BATCH, SEQLEN, HIDDEN], jnp.float32)
+
+# Create an FP8 recipe. Note: All input args are optional.
+fp8_recipe = recipe.DelayedScaling(margin=0, fp8_format=recipe.Format.HYBRID)
+
+# Enable autocasting for the forward pass
+with te.autocast(enabled=True, recipe=fp8_recipe):
+    model = te_flax.DenseGeneral(features=HIDDEN)
+
+    def loss_fn(params, other_vars, inp):
+      out = model.apply({'params':params, **other_vars}, inp)
+      return jnp.mean(out)
+
+    # Initialize models.
+    variables = model.init(init_rng, inp)
+    other_variables, params = flax.core.pop(variables, 'params')
+
+    # Construct the forward and backward function
+    fwd_bwd_fn = jax.value_and_grad(loss_fn, argnums=(0, 1))
+
+    for _ in range(10):
+      loss, (param_grads, other_grads) = fwd_bwd_fn(params, other_variables, inp)
+"""
+AFTER = """
+assert jnp.isfinite(loss)
+assert param_grads["kernel"].value.shape == (HIDDEN, HIDDEN)
+metas = other_grads["fp8_metas"]
+expected = [float(jnp.abs(x).max()) for x in (inp, params["kernel"].value)]
+assert metas["amax_history_fwd"][0, :2].tolist() == expected
+assert float(metas["amax_history_bwd"][0, 0]) == 1 / (BATCH * SEQLEN * HIDDEN)  # of the mean
+print("done")
+"""
+
+
+@pytest.mark.long
+@pytest.mark.cover(0)
+def test_the_readme_program_of_transformer_engine_runs_unmodified_without_torch(enter):
+    """Ten steps of a layer, 4096 tokens of width 1024: its README of 2.20."""
+    needs_jax()
+    begin, folders, variables = enter("files")
+    assert run(WITHOUT_TORCH + begin + README + AFTER, *folders, **variables).strip() == "done"
+
+
+@pytest.mark.cover(0)
+def test_uninstall_removes_the_names_and_leaves_the_modules(enter):
+    needs_jax()
+    begin, folders, variables = enter("install")
+    body = """
+import sys, transformer_engine.jax.dense
+from apex_te.integrations import transformer_engine as shims
+shims.uninstall()
+assert not [name for name in sys.modules if name.startswith("transformer_engine")]
+assert "apex_te.jax.dense" in sys.modules
+try:
+    import transformer_engine.jax
+except ModuleNotFoundError as error:
+    print(error.name)
+"""
+    found = run(WITHOUT_TORCH + begin + body, *folders, **variables).strip()
+    assert found.startswith("transformer_engine")

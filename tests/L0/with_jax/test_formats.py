@@ -15,7 +15,7 @@ from apex_te import ops as torch_ops  # noqa: E402
 from apex_te import recipe  # noqa: E402
 from apex_te.jax import fp8_autocast, ops  # noqa: E402
 from apex_te.jax import state as fp8_state  # noqa: E402
-from apex_te.jax.dense import dense  # noqa: E402
+from apex_te.jax.dense import dense_with_state as dense  # noqa: E402
 
 
 def awkward(*shape):

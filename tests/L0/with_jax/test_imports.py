@@ -44,17 +44,18 @@ def run(code):
 
 def test_without_torch_the_package_imports_and_its_torch_names_say_what_is_missing():
     code = """
-import apex_te, apex_te.op_builder, sys
+import apex_te, apex_te.op_builder, operator, sys
 from apex_te import make_recipe, recipe
 kept = [apex_te.__version__, recipe.DelayedScaling(), make_recipe("blockwise"), apex_te.prebuild]
 assert recipe.Format.HYBRID.value.dtype_names == ("float8_e4m3fn", "float8_e5m2")
 assert recipe.Format.HYBRID.value.max_bwd == 57344
 assert hash(recipe.DelayedScaling()) == hash(recipe.DelayedScaling())
 rest = [n for n in apex_te.__all__ if n not in ("__version__", "make_recipe", "prebuild", "recipe",
-                                                "compatibility")]
+                                                "compatibility", "integrations")]
+rest += [f"integrations.{n}" for n in apex_te.integrations.__all__]
 for name in rest:
     try:
-        getattr(apex_te, name)
+        operator.attrgetter(name)(apex_te)
     except ImportError as error:
         assert error.name == "torch", name
     else:

@@ -316,10 +316,6 @@ def test_layer_norm_dense_general_and_mlp_are_their_parts():
 def test_fields_that_are_not_known_raise():
     with pytest.raises(TypeError):
         te_flax.DenseGeneral(4, colour="red")
-    with pytest.raises(NotImplementedError, match="enable_low_rank_adaptation must be False"):
-        te_flax.DenseGeneral(4, enable_low_rank_adaptation=True).init(
-            jax.random.key(0), jnp.ones(4)
-        )
     with pytest.raises(ValueError, match="LayerNormMLP: activations must be one of gelu"):
         te_flax.LayerNormMLP(activations=("sine",)).init(
             jax.random.key(0), jnp.ones((2, 4)), deterministic=True

@@ -93,8 +93,8 @@ def test_what_does_not_fit_is_refused():
         init(drop_path=1.5)
     with pytest.raises(ValueError, match="mask must be given with attn_mask_type 'padding'"):
         init(self_attn_mask_type="padding")
-    with pytest.raises(NotImplementedError, match='low_rank_adaptation_scope must be "none"'):
-        init(low_rank_adaptation_scope="all")
+    with pytest.raises(ValueError, match="low_rank_adaptation_scope must be one of none, all"):
+        init(low_rank_adaptation_scope="most")
     with pytest.raises(ValueError, match="num_gqa_groups must divide num_attention_heads=4, got 3"):
         init(num_gqa_groups=3)
     with pytest.raises(TypeError):
