@@ -163,7 +163,7 @@ def differentiated(state: Mapping[str, Any], parameters: Iterable[Any]) -> dict[
         raise ValueError(
             "FP8 state: its collection must be differentiated together with the parameters, as"
             " the gradient is the next state, got a constant (flax.nnx differentiates nnx.Param"
-            " alone: use modules of apex_te.jax.nnx, after use_refs, or its value_and_grad there)"
+            " alone: there, use value_and_grad of apex_te.jax.nnx, or its modules after use_refs)"
         )
     return {name: leaf.value for name, leaf in state.items()}
 

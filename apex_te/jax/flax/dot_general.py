@@ -88,8 +88,7 @@ def fp8_dot_general(
     (left, right), (batch_left, batch_right) = dimension_numbers
     if batch_left or batch_right:
         raise NotImplementedError(
-            "DotGeneral: dimension_numbers must have no batch dimensions, got"
-            f" {dimension_numbers}"
+            f"DotGeneral: dimension_numbers must have no batch dimensions, got {dimension_numbers}"
         )
     spec = getattr(out_sharding, "spec", out_sharding)
     if spec is not None and not isinstance(spec, PartitionSpec):

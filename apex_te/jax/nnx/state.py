@@ -35,7 +35,6 @@ class _OneRef(nnx.Variable[jax.Array]):
     replace = copy
     to_state = copy
 
-
     @property
     def is_in_ref(self) -> bool:
         """True if the value is in a Ref; ``ref`` tells how the Variable was made."""
