@@ -35,6 +35,15 @@ class _OneRef(nnx.Variable[jax.Array]):
     replace = copy
     to_state = copy
 
+    def update_from_state(self, variable_state: Any) -> None:
+        """Takes the value of another Variable, not its Ref."""
+        own, given = self.get_raw_value(), variable_state.get_raw_value()
+        is_value = variablelib.is_array_ref(given) or isinstance(given, jax.Array)
+        if is_value and given is not own and self.is_in_ref:
+            own[...] = given[...]
+        else:
+            super().update_from_state(variable_state)
+
     @property
     def is_in_ref(self) -> bool:
         """True if the value is in a Ref; ``ref`` tells how the Variable was made."""
