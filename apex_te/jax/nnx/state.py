@@ -38,11 +38,13 @@ class _OneRef(nnx.Variable[jax.Array]):
     def update_from_state(self, variable_state: Any) -> None:
         """Takes the value of another Variable, not its Ref."""
         own, given = self.get_raw_value(), variable_state.get_raw_value()
-        is_value = variablelib.is_array_ref(given) or isinstance(given, jax.Array)
-        if is_value and given is not own and self.is_in_ref:
+        is_ref = variablelib.is_array_ref(given)
+        if given is own or not (is_ref or isinstance(given, jax.Array)):
+            super().update_from_state(variable_state)
+        elif self.is_in_ref:
             own[...] = given[...]
         else:
-            super().update_from_state(variable_state)
+            self.set_raw_value(given[...] if is_ref else given)
 
     @property
     def is_in_ref(self) -> bool:

@@ -128,7 +128,7 @@ def test_dot_generals_that_cannot_be_are_refused():
         layer(X)
     made = te_flax.make_dot_general_cls("tensorwise")()
     layer = nnx.Linear(16, 8, rngs=nnx.Rngs(0), dot_general=made)
-    with pytest.raises(TypeError, match="DotGeneral: out_sharding must be None, a P.*, got str"):
+    with pytest.raises(TypeError, match=r"DotGeneral: out_sharding must be None, a P.*, got str"):
         layer(X, out_sharding="x")
 
 
