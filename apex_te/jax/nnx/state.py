@@ -27,10 +27,11 @@ class _OneRef(nnx.Variable[jax.Array]):
 
     def copy(self, *args: Any, **updates: Any) -> Any:
         """Returns a copy with another value or metadata, which is the same Ref without a value."""
-        if args or "value" in updates or not self.is_in_ref:
-            return super().copy(*args, **updates)
-        updates.pop("_copy_ref", None)
-        return self.from_metadata(self.get_raw_value(), {**self.get_metadata(), **updates})
+        metadata = {n: v for n, v in updates.items() if n not in ("value", "_copy_ref")}
+        value = args[0] if args else updates.get("value", self.get_raw_value())
+        if isinstance(value, jax.Array) and value is not self.get_raw_value():
+            return super().copy(value, **metadata)
+        return self.from_metadata(value, {**self.get_metadata(), **metadata})
 
     replace = copy
     to_state = copy
@@ -71,10 +72,10 @@ def use_refs(module: nnx.Module, use: bool = True) -> None:
     """Puts the FP8 state of a module and of all modules in it in Refs, or in arrays.
 
     Modules begin with Refs: any ``nnx.value_and_grad`` then updates the state. Arrays are for
-    programs that return the module or its state from ``jax.jit``, which Refs cannot leave:
-    modules that a jitted function makes, and ``jax.jit`` of functions of ``nnx.split``'s states.
-    With arrays ``nnx.value_and_grad`` raises ValueError, and ``value_and_grad`` of this module
-    updates the state.
+    programs that donate the module to a jitted function, or return it or its state from
+    ``jax.jit``, which JAX does not support for Refs: modules that a jitted function makes, and
+    functions of ``nnx.split``'s states. With arrays ``nnx.value_and_grad`` raises ValueError, and
+    ``value_and_grad`` of this module updates the state.
 
     Args:
         module: the module, changed in place.

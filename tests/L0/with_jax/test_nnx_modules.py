@@ -303,13 +303,17 @@ def test_refs_arrays_and_eager_steps_give_the_same_bits():
     assert_equal(steps(models[3], 1), steps(models[0], 1))
 
 
-def test_nnx_optimizer_trains_and_holds_nothing_of_the_state():
+@pytest.mark.parametrize("in_refs", [True, False])
+def test_nnx_optimizer_trains_and_holds_nothing_of_the_state(in_refs):
+    """With arrays the model is donated, too."""
     model = linear()
+    te_nnx.use_refs(model, in_refs)
+    differentiate = nnx.value_and_grad if in_refs else te_nnx.value_and_grad
     optimizer = nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)
 
-    @functools.partial(nnx.jit, donate_argnums=(0, 1))
+    @functools.partial(nnx.jit, donate_argnums=() if in_refs else (0, 1))
     def step(model, optimizer):
-        value, grads = nnx.value_and_grad(loss)(model)
+        value, grads = differentiate(loss)(model)
         optimizer.update(model, grads)
         return value
 
