@@ -29,7 +29,8 @@ class _OneRef(nnx.Variable[jax.Array]):
         """Returns a copy with another value or metadata, which is the same Ref without a value."""
         metadata = {n: v for n, v in updates.items() if n not in ("value", "_copy_ref")}
         value = args[0] if args else updates.get("value", self.get_raw_value())
-        if isinstance(value, jax.Array) and value is not self.get_raw_value():
+        is_new = value is not self.get_raw_value() and not variablelib.is_array_ref(value)
+        if is_new and isinstance(value, jax.Array):
             return super().copy(value, **metadata)
         return self.from_metadata(value, {**self.get_metadata(), **metadata})
 
