@@ -41,12 +41,12 @@ class _OneRef(nnx.Variable[jax.Array]):
         """Takes the value of another Variable, not its Ref."""
         own, given = self.get_raw_value(), variable_state.get_raw_value()
         is_ref = variablelib.is_array_ref(given)
-        if given is own or not (is_ref or isinstance(given, jax.Array)):
-            super().update_from_state(variable_state)
-        elif self.is_in_ref:
+        if given is not own and self.is_in_ref and (is_ref or isinstance(given, jax.Array)):
             own[...] = given[...]
-        else:
-            self.set_raw_value(given[...] if is_ref else given)
+            return
+        super().update_from_state(variable_state)
+        if is_ref and given is not own and isinstance(own, jax.Array):
+            self.set_raw_value(given[...])
 
     @property
     def is_in_ref(self) -> bool:
