@@ -41,7 +41,8 @@ class FP8Holder(nnx.Module):
     def _values(self, parameters: Any = None) -> dict[str, Any]:
         """Returns the collections' arrays; FP8 state is updated if a parameter is differentiated.
 
-        ``parameters`` None: those of the module.
+        Args:
+            parameters: arrays; None: those of the module.
         """
         found: dict[str, Any] = {name: {} for name in _COLLECTIONS}
         _collect(self, found)
@@ -54,10 +55,7 @@ class FP8Holder(nnx.Module):
 
 
 class FromLinen(FP8Holder):
-    """Base of the modules: a Linen module that computes on the Variables of this one.
-
-    ``deterministic`` turns dropout off; ``eval()`` and ``train()`` set it.
-    """
+    """Base of the modules: a Linen module that computes on the Variables of this one."""
 
     def __init__(
         self,
@@ -81,7 +79,7 @@ class FromLinen(FP8Holder):
         self.linen: Any = kind(**fixed, **frozen, parent=None)
         stream = next((n for n in names if n.endswith("dropout_rng_name")), None)
         self.dropout_stream = None if stream is None else getattr(self.linen, stream)
-        self.deterministic = False
+        self.deterministic = False  # which eval() and train() set
         drops = any(getattr(self.linen, rate, None) for rate in _RATES)
         if drops and rngs is None:
             raise TypeError(f"{owner}: rngs must be an nnx.Rngs with dropout, got None")
@@ -144,7 +142,7 @@ def _initial(linen: Any, inputs: Any, options: Any, key: jax.Array) -> Any:
 
 
 def _is_variable(value: Any) -> bool:
-    """Returns True for a Variable."""
+    """Returns True if a value is a Variable."""
     return isinstance(value, nnx.Variable)
 
 

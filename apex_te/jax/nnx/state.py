@@ -50,7 +50,7 @@ class _OneRef(nnx.Variable[jax.Array]):
 
     @property
     def is_in_ref(self) -> bool:
-        """True if the value is in a Ref; ``ref`` tells how the Variable was made."""
+        """Returns True if the value is in a Ref; ``ref`` tells how the Variable was made."""
         return variablelib.is_array_ref(self.get_raw_value())
 
 
@@ -216,12 +216,12 @@ def grad(
 
 
 def _is_array_state(path: Any, value: Any) -> bool:
-    """Returns True for FP8 state in an array; a filter of nnx."""
+    """Returns True if a Variable is FP8 state in an array; a filter of nnx."""
     return isinstance(value, FP8State) and not value.is_in_ref
 
 
 def _is_nnx_state(value: Any) -> bool:
-    """Returns True for the gradients of a module."""
+    """Returns True if a value has the gradients of a module."""
     return isinstance(value, nnx.State)
 
 
