@@ -1,8 +1,9 @@
 """FP8 training for JAX: the compiled ops that the PyTorch modules use, called from XLA programs.
 
 Needs JAX 0.10 or later and no torch. Importing compiles nothing; a program's ops are built, if no
-cache holds them, while it is lowered. ``apex_te.jax.flax`` has Flax modules, ``apex_te.jax.ops``
-the ops as functions, ``apex_te.jax.optimizers`` fused optimizers for optax.
+cache holds them, while it is lowered. ``apex_te.jax.flax`` and ``apex_te.jax.nnx`` have Flax
+modules, ``apex_te.jax.ops`` the ops as functions, ``apex_te.jax.optimizers`` fused optimizers for
+optax.
 """
 
 import typing as _typing
@@ -36,6 +37,7 @@ if _typing.TYPE_CHECKING:  # for type checkers, which do not know other names
     from . import layernorm as layernorm
     from . import layernorm_dense as layernorm_dense
     from . import layernorm_mlp as layernorm_mlp
+    from . import nnx as nnx
     from . import ops as ops
     from . import optimizers as optimizers
     from . import quantize as quantize
@@ -45,7 +47,7 @@ if _typing.TYPE_CHECKING:  # for type checkers, which do not know other names
 else:
     _SUBMODULES = (
         "activation", "attention", "checkpoint_policies", "context_parallel", "dense", "flax",
-        "layernorm", "layernorm_dense", "layernorm_mlp", "ops", "optimizers", "quantize",
+        "layernorm", "layernorm_dense", "layernorm_mlp", "nnx", "ops", "optimizers", "quantize",
         "sharding", "softmax", "state",
     )  # fmt: skip
     __getattr__, __dir__ = _attach(__name__, dict.fromkeys(_SUBMODULES, ""))

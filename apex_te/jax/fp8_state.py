@@ -179,7 +179,7 @@ def differentiated(state: Mapping[str, Any], parameters: Iterable[Any]) -> dict[
         raise ValueError(
             "FP8 state: its collection must be differentiated together with the parameters, as"
             " the gradient is the next state, got a constant (flax.nnx differentiates nnx.Param"
-            " alone: use a recipe without state there, such as CurrentScaling)"
+            " alone: there, use value_and_grad of apex_te.jax.nnx, or its modules after use_refs)"
         )
     return {name: leaf.value for name, leaf in state.items()}
 
@@ -297,15 +297,21 @@ def _with_unused(new: Any, original: Any) -> Any:
         return like_mapping(
             new, {name: _with_unused(new[name], original.get(name)) for name in new}
         )
-    is_used = new["uses"] > 0
+    return like_mapping(new, where_gemms(new["uses"] > 0, new, original))
+
+
+def where_gemms(
+    is_new: jax.Array, new: Mapping[str, Any], original: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Returns a module's state: ``new`` for GEMMs where ``is_new`` is True, else ``original``."""
     found = {}
     for name, leaf in new.items():
-        each = is_used
+        each = is_new
         if name == FIRST_DUE:
-            each = first_step.of_slots(is_used)
+            each = first_step.of_slots(is_new)
         elif name != "uses":
-            each = jnp.repeat(is_used, SLOTS[name[-3:]], axis=-1)
+            each = jnp.repeat(is_new, SLOTS[name[-3:]], axis=-1)
         if "history" in name:
             each = each[..., None, :]
         found[name] = jnp.where(each, leaf, original[name])
-    return like_mapping(new, found)
+    return found

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from ...recipe import DelayedScaling, Recipe
 from .. import fp8_state
+from .._partition import constrained
 from ..dense import dense_with_state
 from ..region import checked_recipe, fp8_autocast
 
@@ -52,33 +55,17 @@ def make_dot_general_cls(recipe: Recipe | str | None = None) -> type[nn.Module]:
             """Returns ``jax.lax.dot_general`` of an array and a kernel, without batch dimensions.
 
             Args:
-                out_sharding: must be None.
+                out_sharding: None, or a ``PartitionSpec`` or ``NamedSharding`` of the result.
             """
-            (left, right), (batch_left, batch_right) = dimension_numbers
-            if batch_left or batch_right:
-                raise NotImplementedError(
-                    "DotGeneral: dimension_numbers must have no batch dimensions, got"
-                    f" {dimension_numbers}"
-                )
-            if out_sharding is not None:
-                raise NotImplementedError(
-                    f"DotGeneral: out_sharding must be None, got {out_sharding}"
-                )
-            lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
-            rest = [i for i in range(lhs.ndim) if i not in left]
-            features = [i for i in range(rhs.ndim) if i not in right]
-            x = lhs.transpose(*rest, *left)
-            kernel = rhs.transpose(*right, *features)
             state = None
             if isinstance(chosen, DelayedScaling):
                 if self.scope is None:
                     raise NotImplementedError(
                         "DotGeneral: recipe must keep no state (such as CurrentScaling) outside of"
-                        " Linen modules, as in flax.nnx, got DelayedScaling"
+                        " Linen modules (flax.nnx: apex_te.jax.nnx.DotGeneral), got DelayedScaling"
                     )
                 state = self._fp8_state(chosen)
-            with fp8_autocast(True, chosen):
-                return dense_with_state(x, kernel.astype(x.dtype), None, state, inner=len(right))
+            return fp8_dot_general(chosen, state, lhs, rhs, dimension_numbers, out_sharding)
 
         @nn.compact
         def _fp8_state(self, recipe: DelayedScaling) -> dict[str, jax.Array]:
@@ -91,3 +78,31 @@ def make_dot_general_cls(recipe: Recipe | str | None = None) -> type[nn.Module]:
             return fp8_state.checked("DotGeneral", state, made)
 
     return DotGeneral
+
+
+def fp8_dot_general(
+    recipe: Recipe, state: Mapping[str, jax.Array] | None, lhs: Any, rhs: Any,
+    dimension_numbers: Any, out_sharding: Any,
+) -> jax.Array:  # fmt: skip
+    """Returns ``jax.lax.dot_general`` of an array and a kernel with a recipe and its FP8 state."""
+    (left, right), (batch_left, batch_right) = dimension_numbers
+    if batch_left or batch_right:
+        raise NotImplementedError(
+            f"DotGeneral: dimension_numbers must have no batch dimensions, got {dimension_numbers}"
+        )
+    spec = getattr(out_sharding, "spec", out_sharding)
+    if spec is not None and not isinstance(spec, PartitionSpec):
+        raise TypeError(
+            "DotGeneral: out_sharding must be None, a PartitionSpec or a NamedSharding, got"
+            f" {type(out_sharding).__name__}"
+        )
+    lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
+    rest = [i for i in range(lhs.ndim) if i not in left]
+    features = [i for i in range(rhs.ndim) if i not in right]
+    x = lhs.transpose(*rest, *left)
+    kernel = rhs.transpose(*right, *features)
+    with fp8_autocast(True, recipe):
+        y = dense_with_state(x, kernel.astype(x.dtype), None, state, inner=len(right))
+    if spec is None:
+        return y
+    return constrained(y, spec, lambda y: jax.lax.with_sharding_constraint(y, out_sharding))

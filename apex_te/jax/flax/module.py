@@ -168,7 +168,7 @@ class TransformerEngineBase(nn.Module):
         if not self.is_initializing() and not self.has_variable(name, "uses"):
             raise ValueError(
                 f"{type(self).__name__}: variables must have the collection {name!r} in a region"
-                " with DelayedScaling (call init inside of the region), got none of this module"
+                " with DelayedScaling (make them inside of the region), got none of this module"
             )
         made = fp8_state.initial(recipe, gemms)
         found = {
