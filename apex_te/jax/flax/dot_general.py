@@ -1,30 +1,74 @@
-"""FP8 GEMMs for Flax models that exist: a class for ``nn.Dense(dot_general_cls=...)``."""
+"""FP8 GEMMs for Flax models that exist: classes for ``dot_general_cls`` and for einsum."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from ...recipe import DelayedScaling, Recipe
-from .. import fp8_state
-from ..dense import dense
+from .. import contraction, fp8_state
 from ..region import checked_recipe, fp8_autocast
 
-__all__ = ["make_dot_general_cls"]
+__all__ = ["make_dot_general_cls", "make_einsum_cls"]
 
 # Flax's TrainState replaces what is in this collection by its gradient.
 _COLLECTION = "_overwrite_with_gradient"
 
 
+class _Contraction(nn.Module):
+    """Base of modules that multiply two arrays with a recipe, and keep its state."""
+
+    _recipe: ClassVar[Recipe]
+
+    def _computed(
+        self, function: Callable[..., jax.Array], x: Any, kernel: Any, how: Any, result: Any,
+        out_sharding: Any,
+    ) -> jax.Array:  # fmt: skip
+        """Returns ``function`` of two arrays, a description, and the state, in dtype ``result``."""
+        name, recipe, state = type(self).__name__, self._recipe, None
+        if out_sharding is not None:
+            raise NotImplementedError(f"{name}: out_sharding must be None, got {out_sharding}")
+        if isinstance(recipe, DelayedScaling):
+            if self.scope is None:
+                raise NotImplementedError(
+                    f"{name}: recipe must keep no state (such as CurrentScaling) outside of Linen"
+                    " modules, as in flax.nnx, got DelayedScaling"
+                )
+            state = self._fp8_state(recipe)
+        x = jnp.asarray(x)
+        with fp8_autocast(True, recipe):
+            y = function(x, jnp.asarray(kernel).astype(x.dtype), how, state)
+        return y if result is None else y.astype(result)
+
+    @nn.compact
+    def _fp8_state(self, recipe: DelayedScaling) -> dict[str, jax.Array]:
+        """Returns the FP8 state."""
+        made, name = fp8_state.initial(recipe), type(self).__name__
+        known = self.has_variable(_COLLECTION, "uses")
+        if not known and not self.is_mutable_collection(_COLLECTION):
+            raise ValueError(
+                f'{name}: the collection "{_COLLECTION}" must have the FP8 state of'
+                f" {'/'.join(self.path)}, as init returns it (nn.scan and nn.vmap must list it in"
+                " variable_axes), got none"
+            )
+        state = {
+            name: self.variable(_COLLECTION, name, lambda value=value: value).value
+            for name, value in made.items()
+        }
+        return fp8_state.checked(name, state, made)
+
+
 def make_dot_general_cls(recipe: Recipe | str | None = None) -> type[nn.Module]:
     """Returns a class for ``dot_general_cls`` of ``nn.Dense`` and other layers of Flax.
 
-    Its GEMMs are those of ``DenseGeneral``. With ``DelayedScaling`` it keeps FP8 state in Flax's
-    collection "_overwrite_with_gradient", which ``TrainState`` replaces by its gradient, the next
-    state. With other recipes, an instance can also be the ``dot_general`` of an ``nnx.Linear``.
+    Its GEMMs are those of ``DenseGeneral``; batch dimensions are as in ``apex_te.jax.einsum``. With
+    ``DelayedScaling`` it keeps FP8 state in Flax's collection "_overwrite_with_gradient", which
+    ``TrainState`` replaces by its gradient, the next state. With other recipes, an instance can
+    also be the ``dot_general`` of an ``nnx.Linear``.
 
     Args:
         recipe: the recipe, or its name. It is used in any ``fp8_autocast`` region and outside of
@@ -35,10 +79,11 @@ def make_dot_general_cls(recipe: Recipe | str | None = None) -> type[nn.Module]:
         ValueError: no recipe has this name.
         NotImplementedError: the recipe has an option that is not available in JAX.
     """
-    chosen = checked_recipe("make_dot_general_cls", recipe, "recipe")
 
-    class DotGeneral(nn.Module):
-        """GEMM of an array and a kernel in FP8."""
+    class DotGeneral(_Contraction):
+        """``jax.lax.dot_general`` of two arrays in FP8."""
+
+        _recipe = checked_recipe("make_dot_general_cls", recipe, "recipe")
 
         def __call__(
             self,
@@ -49,45 +94,54 @@ def make_dot_general_cls(recipe: Recipe | str | None = None) -> type[nn.Module]:
             preferred_element_type: Any = None,
             out_sharding: Any = None,
         ) -> jax.Array:
-            """Returns ``jax.lax.dot_general`` of an array and a kernel, without batch dimensions.
+            """Returns ``jax.lax.dot_general`` of an array and a kernel.
 
             Args:
+                precision: is ignored.
                 out_sharding: must be None.
             """
-            (left, right), (batch_left, batch_right) = dimension_numbers
-            if batch_left or batch_right:
-                raise NotImplementedError(
-                    "DotGeneral: dimension_numbers must have no batch dimensions, got"
-                    f" {dimension_numbers}"
-                )
-            if out_sharding is not None:
-                raise NotImplementedError(
-                    f"DotGeneral: out_sharding must be None, got {out_sharding}"
-                )
-            lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
-            rest = [i for i in range(lhs.ndim) if i not in left]
-            features = [i for i in range(rhs.ndim) if i not in right]
-            x = lhs.transpose(*rest, *left)
-            kernel = rhs.transpose(*right, *features)
-            state = None
-            if isinstance(chosen, DelayedScaling):
-                if self.scope is None:
-                    raise NotImplementedError(
-                        "DotGeneral: recipe must keep no state (such as CurrentScaling) outside of"
-                        " Linen modules, as in flax.nnx, got DelayedScaling"
-                    )
-                state = self._fp8_state(chosen)
-            with fp8_autocast(True, chosen):
-                return dense(x, kernel.astype(x.dtype), None, state, inner=len(right))
-
-        @nn.compact
-        def _fp8_state(self, recipe: DelayedScaling) -> dict[str, jax.Array]:
-            """Returns the FP8 state."""
-            made = fp8_state.initial(recipe)
-            state = {
-                name: self.variable(_COLLECTION, name, lambda value=value: value).value
-                for name, value in made.items()
-            }
-            return fp8_state.checked("DotGeneral", state, made)
+            return self._computed(
+                contraction.dot_general, lhs, rhs, dimension_numbers, preferred_element_type,
+                out_sharding,
+            )  # fmt: skip
 
     return DotGeneral
+
+
+def make_einsum_cls(recipe: Recipe | str | None = None) -> type[nn.Module]:
+    """Returns a class whose instances are an ``einsum`` of two arrays in FP8.
+
+    It keeps state as ``make_dot_general_cls``'s does; with recipes without state, an instance can
+    also be the ``einsum_op`` of an ``nnx.Einsum``.
+
+    Args:
+        recipe: as in ``make_dot_general_cls``, as are the errors.
+    """
+
+    class Einsum(_Contraction):
+        """``apex_te.jax.einsum`` with a recipe."""
+
+        _recipe = checked_recipe("make_einsum_cls", recipe, "recipe")
+
+        def __call__(
+            self,
+            spec: str,
+            lhs: jax.Array,
+            rhs: jax.Array,
+            precision: Any = None,
+            preferred_element_type: Any = None,
+            out_sharding: Any = None,
+        ) -> jax.Array:
+            """Returns ``jnp.einsum`` of an array and a kernel.
+
+            Args:
+                precision: is ignored.
+                out_sharding: must be None.
+            """
+
+            def product(x: Any, kernel: Any, spec: str, state: Any) -> jax.Array:
+                return contraction.einsum(spec, x, kernel, state)
+
+            return self._computed(product, lhs, rhs, spec, preferred_element_type, out_sharding)
+
+    return Einsum
