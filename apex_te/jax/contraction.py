@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ._partition import check_batch
 from .dense import dense
 
 __all__ = ["dot_general", "einsum"]
@@ -37,7 +38,8 @@ def einsum(
     Raises:
         TypeError: ``x`` has a dtype that is not listed, or ``kernel`` another one.
         ValueError: ``spec`` does not fit the arrays, or ``state`` is None with delayed scaling.
-        NotImplementedError: an index is twice in one array, or in one array alone.
+        NotImplementedError: an index is twice in one array, or in one array alone; or Explicit mesh
+            axes split a batch dimension.
     """
     x, kernel = jnp.asarray(x), jnp.asarray(kernel)
     left, right, out = terms(spec, x.ndim, kernel.ndim)
@@ -105,6 +107,8 @@ def dot_general(
     x = x.transpose(*left_batch, *rows, *left)
     kernel = kernel.transpose(*right_batch, *right, *columns)
     batch = len(tuple(left_batch))
+    check_batch("dot_general", x, batch)
+    check_batch("dot_general", kernel, batch)
     shape = (*x.shape[: batch + len(rows)], *kernel.shape[kernel.ndim - len(columns) :])
     # Each side of the product has a dimension, of extent 1 where there is none.
     if not rows:

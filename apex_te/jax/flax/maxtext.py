@@ -27,7 +27,7 @@ class FP8Quantization:
         recipe: as in ``make_dot_general_cls``, as are the errors; None means ``DelayedScaling()``.
 
     Attributes:
-        quant_mode: "train", as parameters stay in high precision.
+        quant_mode: "train", as parameters stay in bf16 or fp32.
     """
 
     recipe: Recipe | str | None = None

@@ -96,9 +96,12 @@ def _folded(
             x = jnp.moveaxis(x if is_batched else jnp.broadcast_to(x, (size, *x.shape)), 0, axis)
             x = x.reshape(*x.shape[:axis], size * x.shape[axis + 1], *x.shape[axis + 2 :])
         found.append(x)
+    whole = mapped(*found)
+    # Results may have dimensions that no argument has.
+    extents = rule.extents([x.shape for x in (*found, *whole)])
     places = [rule.axis(term, name, extents) for term in rule.results]
     made = []
-    for axis, x in zip(places, mapped(*found), strict=True):
+    for axis, x in zip(places, whole, strict=True):
         if axis is not None:
             x = x.reshape(*x.shape[:axis], size, x.shape[axis] // size, *x.shape[axis + 1 :])
             x = jnp.moveaxis(x, axis, 0)

@@ -56,10 +56,13 @@ class Model(nn.Module):
         return self(tokens).mean()
 
 
-def batch():
-    start = jax.random.randint(jax.random.key(0), (8, 1), 0, VOCABULARY)
-    tokens = (start * 5 + jnp.arange(LENGTH + 1) * 3) % VOCABULARY
-    return tokens[:, :-1], tokens[:, 1:]
+def batch(step=0):
+    """Random tokens, and for each a target: the third token after it, but half of them random."""
+    keys = jax.random.split(jax.random.fold_in(jax.random.key(0), step), 3)
+    tokens, others = (jax.random.randint(key, (8, LENGTH), 0, VOCABULARY) for key in keys[:2])
+    return tokens, jnp.where(
+        jax.random.bernoulli(keys[2], 0.5, tokens.shape), tokens + 3, others
+    ) % VOCABULARY
 
 
 def start(model):
@@ -69,7 +72,7 @@ def start(model):
 
 @jax.jit
 def train(state):
-    tokens, targets = batch()
+    tokens, targets = batch(state.step)
 
     def loss(params):
         logits = state.apply_fn(params, tokens)
@@ -99,13 +102,14 @@ def paths(tree):
 
 @pytest.mark.parametrize("chosen", RECIPES)
 def test_a_model_of_plain_flax_trains(chosen, in_fp32):
-    """30 steps by TrainState: the loss is within 1% of float32's, at the start and at the end."""
+    """30 steps by TrainState: first, last and mean loss are within 1% of float32's."""
     plain, expected = in_fp32
     state, found = losses(te_flax.from_flax(Model(), chosen))
     assert paths(state.params["params"]) == paths(plain.params["params"])
-    assert expected[-1] < 0.6 * expected[0]
+    assert expected[-1] < 0.9 * expected[0]
     assert found != expected
-    np.testing.assert_allclose([found[0], found[-1]], [expected[0], expected[-1]], rtol=0.01)
+    figures = ((each[0], each[-1], np.mean(each)) for each in (found, expected))
+    np.testing.assert_allclose(*figures, rtol=0.01)
     assert (STATE in state.params) == (chosen == "delayed")
     if chosen == "delayed":
         leaves = jax.tree_util.tree_leaves_with_path(state.params[STATE])
