@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-import fnmatch
 import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
 
+from ..runtime import layer_names
 from ..runtime.named_arguments import check_ints, did_you_mean
 
 Choice = Any  # a name, a pattern, a predicate, or several
 
-# Parts of dotted names, outside of blocks, under which models keep the layers of their output.
-_HEADS = frozenset(
-    (
-        "lm_head", "embed_out", "output_projection", "classifier", "classification_head", "score",
-        "qa_outputs", "cls", "head", "heads", "logits", "lm_logits", "predictions", "unembed",
-    )
-)  # fmt: skip
-# Names beside experts of what chooses or weights them, and names and classes that say it alone.
-_GATES = re.compile(r"(shared_experts?_|expert_|moe_)?gate|wg")
-_ROUTERS = re.compile(r"(.*_)?(router|routing)(_.*)?|shared_experts?_gate")
-_ROUTER_CLASSES = re.compile(r"Router|(?i:(topk|moe)\w*gat(e|ing)(v\d+)?$)")
 _EXPERTS = re.compile(r"(.*_)?experts?(_.*)?")
 # Names in PEFT's models of what makes prompts (p-tuning, prefix tuning) and chooses adapters.
 _PROMPTS = frozenset(("prompt_encoder", "internal_xlora_classifier"))
@@ -95,18 +84,12 @@ def _predicates(
 
 def _pattern(argument: str, pattern: str, names: list[str]) -> Callable[[str, nn.Module], bool]:
     """Returns a predicate for modules with successive parts of their name that match a pattern."""
-    fits = re.compile(fnmatch.translate(pattern)).match
-
-    def matches(name: str, module: nn.Module | None = None) -> bool:
-        parts = name.split(".")
-        starts = range(len(parts))
-        return any(fits(".".join(parts[i:j])) for i in starts for j in range(i + 1, len(parts) + 1))
-
+    matches = layer_names.pattern(pattern)
     if not any(matches(name) for name in names):
         parts = {part for name in names for part in name.split(".") if not part.isdecimal()}
         hint = did_you_mean(pattern, sorted({*parts, *names} - {""}))
         raise ValueError(f"from_torch: {argument} must match a layer, got {pattern!r}{hint}")
-    return matches
+    return lambda name, module: matches(name)
 
 
 def _outer_blocks(model: nn.Module, first: int, last: int) -> dict[str, str]:
@@ -153,7 +136,7 @@ def _heads(model: nn.Module) -> dict[int, str]:
             continue
         parts = name.split(".")
         outside = parts[: next((i for i, part in enumerate(parts) if part.isdigit()), None)]
-        head = next((part for part in outside if part in _HEADS), None)
+        head = next((part for part in outside if part in layer_names.HEADS), None)
         if id(weight) in tied:
             found.setdefault(
                 id(module), f"an output head: its weight is that of {tied[id(weight)]}"
@@ -180,11 +163,11 @@ def _routers(model: nn.Module) -> dict[int, str]:
                 continue
             kind = type(child).__name__
             reason = None
-            if experts and _GATES.fullmatch(name):
+            if experts and layer_names.GATES.fullmatch(name):
                 reason = f"a router by its name beside experts, {name}"
-            elif _ROUTERS.fullmatch(name):
+            elif layer_names.ROUTERS.fullmatch(name):
                 reason = f"a router by its name, {name}"
-            elif _ROUTER_CLASSES.search(kind):
+            elif layer_names.ROUTER_CLASSES.search(kind):
                 reason = f"a router by its class, {kind}"
             elif experts and getattr(child, "out_features", None) in counts:
                 reason = f"a router: {name} has an output for each expert"
@@ -197,7 +180,7 @@ def _routers(model: nn.Module) -> dict[int, str]:
 def _holds_experts(name: str, module: nn.Module) -> bool:
     """Returns True for a module of several experts, by its name and what it holds."""
     named = _EXPERTS.fullmatch(name) is not None and not name.startswith("shared")
-    return named and not _GATES.fullmatch(name) and not isinstance(module, nn.Linear)
+    return named and not layer_names.GATES.fullmatch(name) and not isinstance(module, nn.Linear)
 
 
 def _number_of_experts(module: Any) -> int | None:

@@ -24,8 +24,8 @@ NVTE_FP8_COLLECTION_NAME = FP8_COLLECTION_NAME
 ShardingResource = MeshResource
 __all__ = [
     "FP8_COLLECTION_NAME", "NVTE_FP8_COLLECTION_NAME", "MeshResource", "ShardingResource",
-    "autocast", "fp8_autocast", "get_delayed_scaling", "is_fp8_available", "load", "max_over_uses",
-    "update_collections", "update_fp8_metas",
+    "autocast", "einsum", "fp8_autocast", "get_delayed_scaling", "is_fp8_available", "load",
+    "max_over_uses", "update_collections", "update_fp8_metas",
 ]  # fmt: skip
 if _typing.TYPE_CHECKING:  # for type checkers, which do not know other names
     from . import activation as activation
@@ -44,10 +44,12 @@ if _typing.TYPE_CHECKING:  # for type checkers, which do not know other names
     from . import sharding as sharding
     from . import softmax as softmax
     from . import state as state
+    from .contraction import einsum as einsum
 else:
     _SUBMODULES = (
         "activation", "attention", "checkpoint_policies", "context_parallel", "dense", "flax",
         "layernorm", "layernorm_dense", "layernorm_mlp", "nnx", "ops", "optimizers", "quantize",
         "sharding", "softmax", "state",
     )  # fmt: skip
-    __getattr__, __dir__ = _attach(__name__, dict.fromkeys(_SUBMODULES, ""))
+    _names = {**dict.fromkeys(_SUBMODULES, ""), "einsum": "contraction"}
+    __getattr__, __dir__ = _attach(__name__, _names)

@@ -165,6 +165,18 @@ def last_dimension_parts(x: jax.Array, spec: PartitionSpec) -> int:
     return math.prod(mesh.shape[name] for name in names)
 
 
+def check_batch(owner: str, x: jax.Array, batch: int) -> None:
+    """Raises NotImplementedError if Explicit axes split one of an array's first dimensions."""
+    if _explicit_mesh([x]) is None:
+        return
+    spec = tuple(jax.typeof(x).sharding.spec)[:batch]
+    if any(entry is not None for entry in spec):
+        raise NotImplementedError(
+            f"{owner}: batch dimensions must be split over Auto axes or inside of jax.shard_map,"
+            f" got {spec} on Explicit axes"
+        )
+
+
 def product_sharding(x: jax.Array, kernel: jax.Array, inner: int) -> Any:
     """Returns the sharding of x [..., in...] @ kernel [in..., out...] on Explicit axes, where JAX
     cannot choose it; None elsewhere.

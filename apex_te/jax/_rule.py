@@ -3,7 +3,7 @@
 A rule such as "x: r c, scale: _ -> rowwise: r c, columnwise: c r, dbias: + c, amax: ^" names the
 arguments and results of a function of matrices and their dimensions. A name may stand for several
 neighbouring dimensions, the same number in all terms, which the function sees as one. "r" are the
-rows, into which ``jax.vmap`` folds a batch.
+rows, into which ``jax.vmap`` usually folds a batch.
 
 - "_" stands for an array that all devices have whole.
 - "+" before a result's dimensions says that the result is a sum over the dimensions that it lacks,
@@ -29,7 +29,7 @@ class Factor(NamedTuple):
 
 
 class Term(NamedTuple):
-    """One argument or result of a rule; ``axis`` is its first dimension of rows, or None.
+    """One argument or result of a rule.
 
     A dimension (name, block) has an entry for each ``block`` elements. ``reduction`` is "^" for a
     maximum over the dimensions it lacks, "+" for a sum.
@@ -38,7 +38,10 @@ class Term(NamedTuple):
     name: str
     dims: tuple[tuple[str, int], ...]
     reduction: str
-    axis: int | None
+
+    def has(self, name: str) -> bool:
+        """Returns True if a dimension is, or has blocks of, the dimension ``name``."""
+        return any(each == name for each, _ in self.dims)
 
 
 class Rule(NamedTuple):
@@ -63,6 +66,27 @@ class Rule(NamedTuple):
                     count = len(blocks_of(found[name], block)[1])
                 at += count
         return found
+
+    def axis(self, term: Term, name: str, extents: Mapping[str, tuple[int, ...]]) -> int | None:
+        """Returns the first dimension of an array that ``name`` stands for, None without one."""
+        at = 0
+        for each, block in term.dims:
+            if each == name:
+                return at
+            single = block == 1
+            at += self.ranks.get(each, 1) if single else len(blocks_of(extents[each], block)[1])
+        return None
+
+    def can_fold(self, name: str, extents: Mapping[str, tuple[int, ...]]) -> bool:
+        """Returns True if no block of elements along ``name`` goes on in a further batch element.
+
+        Nor does any result add what several elements have.
+        """
+        terms = (*self.operands, *self.results)
+        blocks = {block for term in terms for each, block in term.dims if each == name}
+        rows = math.prod(extents[name])
+        sums = any(term.reduction == "+" and not term.has(name) for term in self.results)
+        return not sums and all(rows % block == 0 for block in blocks)
 
     def islands(self) -> dict[str, str]:
         """Maps every name to the representative of its island: names that share arrays.
@@ -148,16 +172,9 @@ def parse(function: str, text: str, split: str, ranks: Mapping[str, int]) -> Rul
         name, _, text = part.partition(":")
         names = text.split()
         reduction = names.pop(0) if names and names[0] in ("^", "+") else ""
-        dims, axis, at = [], None, 0
-        for each in names:
-            if each == "_":
-                continue
-            letter, _, block = each.partition("/")
-            dims.append((letter, int(block or 1)))
-            if each == "r":
-                axis = at
-            at += ranks.get(letter, 1)
-        return Term(name.strip(), tuple(dims), reduction, axis)
+        pairs = (each.partition("/") for each in names if each != "_")
+        dims = tuple((letter, int(block or 1)) for letter, _, block in pairs)
+        return Term(name.strip(), dims, reduction)
 
     operands, _, results = text.partition("->")
     sides = [tuple(term(part) for part in side.split(",")) for side in (operands, results)]

@@ -77,10 +77,7 @@ class HeadGradients(FusedCast):
             f"{n}: _" for n in (*given,)[len(heads) :]
         ]
         rule = f"{', '.join(read)} -> {', '.join(f'{n}: {dims[n]}' for n in names)}"
-        run = over_rows(
-            _FUNCTION, rule, body, split=split, ranks={"r": lead},
-            one_matrix=not (rowwise or columnwise),
-        )  # fmt: skip
+        run = over_rows(_FUNCTION, rule, body, split=split, ranks={"r": lead})
         made = dict(zip(names, run(*given.values()), strict=True))
         return FP8Output(*(made.get(n) for n in FP8Output._fields)), made.get("dbias")
 

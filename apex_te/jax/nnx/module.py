@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ...recipe import DelayedScaling, Recipe
-from .. import fp8_state
+from .. import contraction, fp8_state
 from ..flax import attention, module, transformer
-from ..flax.dot_general import fp8_dot_general
+from ..flax.dot_general import multiply
 from ..flax.transformer import TransformerLayerType
 from ..region import checked_recipe
 from .from_linen import FP8Holder, FromLinen, checked_width
@@ -367,10 +367,13 @@ class DotGeneral(FP8Holder):
         preferred_element_type: Any = None,
         out_sharding: Any = None,
     ) -> jax.Array:
-        """Returns ``jax.lax.dot_general`` of an array and a kernel, without batch dimensions.
+        """Returns ``jax.lax.dot_general`` of an array and a kernel.
 
         Args:
             out_sharding: None, or a ``PartitionSpec`` or ``NamedSharding`` of the result.
         """
         state = self._values({"kernel": rhs}).get(fp8_state.FP8_COLLECTION_NAME)
-        return fp8_dot_general(self.recipe, state, lhs, rhs, dimension_numbers, out_sharding)
+        return multiply(
+            contraction.dot_general, self.recipe, state, lhs, rhs, dimension_numbers,
+            preferred_element_type, out_sharding,
+        )  # fmt: skip

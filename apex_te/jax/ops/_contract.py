@@ -26,7 +26,6 @@ def run(
     dtypes: Mapping[str, str] | None = None,
     ranks: Mapping[str, int] | None = None,
     as_matrices: bool = False,
-    one_matrix: bool = False,
     one_by_one: bool = False,
     dims: Mapping[str, str] | None = None,
     **options: Any,
@@ -39,7 +38,6 @@ def run(
         outputs: optional results that are wanted. Results are not padded.
         dtypes, ranks: as in ``Bindings``.
         as_matrices: join the dimensions of each letter after the checks.
-        one_matrix: as in ``rowwise``.
         one_by_one: ``jax.vmap`` makes a call for each element; devices share nothing.
         dims: dimensions, in the rule, of tensors whose contract leaves them open.
         options: the scalars.
@@ -70,9 +68,8 @@ def run(
     mapped = (
         sequential_vmap(body)
         if one_by_one
-        else rowwise(function, f"{read} -> {written}", body, split=" ".join(split),
-                     ranks=own_ranks, one_matrix=one_matrix)
-    )  # fmt: skip
+        else rowwise(function, f"{read} -> {written}", body, split=" ".join(split), ranks=own_ranks)
+    )
     found = dict(zip((p.name for p in results), mapped(*inputs.values()), strict=True))
     if is_row and not as_matrices:
         return {p.name: found[p.name].reshape(bound.shape(p)) for p in results}

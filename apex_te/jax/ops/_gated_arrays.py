@@ -165,7 +165,5 @@ def call_gated(
 
     read = [f"{name}: {dims}" for name, dims in given.dims.items()] + [f"{n}: _" for n in extra]
     rule = f"{', '.join(read)} -> {', '.join(f'{n}: {dims}' for n, dims in results.items())}"
-    # An amax without a copy is for the scale of a cast, which one matrix has.
-    is_measured = "amax" in results and not {"rowwise", "columnwise"} & {*results}
-    run = over_rows(given.function, rule, body, one_matrix=is_measured, **given.options)
-    return dict(zip(results, run(*inputs.values()), strict=True))
+    made = over_rows(given.function, rule, body, **given.options)(*inputs.values())
+    return dict(zip(results, made, strict=True))

@@ -61,8 +61,6 @@ def norm_fwd(
         outputs = [*wanted(function, rowwise, columnwise, given["amax"]), "scale_inv"]
     return run(
         op, function, given, outputs, dtypes=dtypes, ranks={"r": x.ndim - 1},
-        # An amax without a copy is for the scale of a cast, which one matrix has.
-        one_matrix=outputs == ["scale_inv"],
         eps=float(eps), zero_centered_gamma=bool(zero_centered_gamma),
     )  # fmt: skip
 

@@ -137,7 +137,9 @@ def shared_product(
         return (_sum_of(reduce("out", product(*factors, {})), others),)
 
     rule = ", ".join(f"{n}: {dims[n]}" for n in inputs) + " -> out: + m n"
-    run = rowwise(name, rule, body, split="m n k", ranks={**ranks, "k": inner}, reduced=reduced)
+    run = rowwise(
+        name, rule, body, split="m n k", ranks={**ranks, "k": inner}, reduced=reduced, fold="m n"
+    )
     return run(*inputs.values())[0]
 
 

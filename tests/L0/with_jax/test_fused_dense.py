@@ -173,19 +173,12 @@ def test_kernels_of_other_widths_are_joined_before_the_cast():
     assert HeadGradients(columns, given, False).plain()[0].shape == (3, 18)
 
 
-def test_vmap_over_joined_gradients_with_current_scaling_is_refused():
-    module = attention(input_layernorm=False)
-    x = jnp.ones((2, 6, 3, WIDTH))
-    variables = first(module, CURRENT, x[0])
-    with pytest.raises(NotImplementedError, match="x must be one matrix, got"):
-        jax.vmap(lambda x: make_step(module, CURRENT)(variables, x, x))(x)
-    heads = [jnp.ones((2, 3, 8))] * 3
+def test_vmap_over_joined_gradients_measures_all_elements():
+    heads = [jnp.ones((2, 3, 8)), 2 * jnp.ones((2, 3, 8)), jnp.ones((2, 3, 8)).at[1].set(-3.0)]
 
     def measured(*heads):
         source = HeadGradients(JoinedColumns((8, 8, 8), None), heads, False)
         return source.fp8(jnp.ones(1), "float8_e5m2", False, False, jnp.zeros(1))[0].amax
 
-    assert measured(*heads) == 1.0
-    text = "qkv_cast_grad: x must be one matrix, got jax.vmap over several"
-    with pytest.raises(NotImplementedError, match=text):
-        jax.vmap(measured)(*heads)
+    assert [float(measured(*(x[i] for x in heads))[0]) for i in range(2)] == [2.0, 3.0]
+    assert (jax.vmap(measured)(*heads) == 3.0).all()

@@ -16,7 +16,6 @@ import apex_te.jax as te  # noqa: E402
 import apex_te.jax.flax as te_flax  # noqa: E402
 from apex_te import recipe  # noqa: E402
 from apex_te.jax.flax import module as flax_module  # noqa: E402
-from apex_te.jax.ops import swiglu  # noqa: E402
 from apex_te.ops import swiglu as torch_swiglu  # noqa: E402
 
 P = PartitionSpec
@@ -255,22 +254,6 @@ def test_the_activation_alone_is_never_written():
             return dropout.apply(variables, x, rngs={"dropout": jax.random.key(0)})[0].sum()
 
     assert "swiglu_fwd" in calls(loss, variables, x)
-
-
-def test_vmap_over_a_layer_with_current_scaling_is_refused():
-    x, module = jnp.ones((2, 4, IN)), mlp(return_layernorm_output=False)
-    variables = start(module, x[0], CURRENT)
-    text = "layer_norm_fwd_fp8: x must be one matrix, got jax.vmap over several"
-    with te.fp8_autocast(True, CURRENT), pytest.raises(NotImplementedError, match=text):
-        jax.vmap(lambda x: module.apply(variables, x)[0])(x)
-    gate, one = jnp.ones((2, 4, 2, 8)), jnp.ones(1)
-    text = "swiglu_fwd_fp8: x must be one matrix, got jax.vmap over several"
-    with pytest.raises(NotImplementedError, match=text):
-        jax.vmap(
-            lambda x: swiglu.swiglu_fwd_fp8(
-                x, None, one, jnp.float8_e4m3fn, axis=-2, rowwise=False, columnwise=False, amax=one
-            ).amax
-        )(gate)
 
 
 def test_block_scaling_casts_gated_activations_in_their_ops():

@@ -277,11 +277,33 @@ def test_vmap_folds_the_batch_into_the_rows():
         assert bits(made.rowwise[i]) == bits(one.rowwise)
         assert bits(made.columnwise[i]) == bits(one.columnwise)
     assert float(made.amax.max()) == float(jnp.abs(x[0]).max())
-    text = "rms_norm_fwd: weight must be the same for all elements of jax.vmap, got one for each"
-    with pytest.raises(NotImplementedError, match=text):
-        jax.vmap(lambda w: ops.rms_norm.rms_norm(x, w))(jnp.ones((3, 32)))
-    with pytest.raises(NotImplementedError, match=r"rms_norm_bwd: dweight must be summed"):
-        jax.vmap(jax.grad(lambda w, x: ops.rms_norm.rms_norm(x, w).sum()), (None, 0))(weight, x)
+
+
+def test_vmap_calls_an_op_for_each_element_where_rows_cannot_hold_the_batch():
+    """Weights that differ, and sums over the rows of each element."""
+    x, weights = jax.random.normal(jax.random.key(0), (3, 4, 32)), jnp.arange(96.0).reshape(3, 32)
+
+    def gradient(x, weight):
+        return jax.grad(lambda w: (ops.rms_norm.rms_norm(x, w) ** 2).sum())(weight)
+
+    def cast(x, weight):
+        return ops.cast_transpose.cast_transpose(
+            x, jnp.full(1, 2.0), jnp.float8_e5m2, amax=jnp.zeros(1), with_dbias=True
+        ).dbias
+
+    for function, axes in (
+        (ops.rms_norm.rms_norm, (0, 0)), (ops.rms_norm.rms_norm, (None, 0)), (gradient, (0, None)),
+        (gradient, (0, 0)), (cast, (0, None)),
+    ):  # fmt: skip
+        given = [
+            each if axis == 0 else each[0] for each, axis in zip((x, weights), axes, strict=True)
+        ]
+        made = jax.jit(jax.vmap(function, axes))(*given)
+        for i in range(3):
+            one = [each[i] if axis == 0 else each for each, axis in zip(given, axes, strict=True)]
+            assert bits(made[i]) == bits(jax.jit(function)(*one))
+    twice = jax.vmap(jax.vmap(ops.rms_norm.rms_norm, (None, 0)), (0, None))(x, weights)
+    assert bits(twice[2, 1]) == bits(ops.rms_norm.rms_norm(x[2], weights[1]))
 
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])

@@ -351,17 +351,3 @@ def test_a_contraction_that_cuts_blocks_is_refused():
     text = "block_scaled_gemm: a must be split between devices in multiples of 128 elements along K"
     with pytest.raises(ValueError, match=text):
         jax.jit(ops.fp8_gemm.block_scaled_gemm).trace(a, a, scales, jnp.ones((1, 4)))
-
-
-def test_what_is_of_one_matrix_is_not_mapped():
-    x = jnp.ones((3, 4, 16))
-    with pytest.raises(
-        NotImplementedError, match="current_scale_fwd: x must be one matrix, got jax"
-    ):
-        jax.vmap(current)(x)
-    with pytest.raises(
-        NotImplementedError, match="block_quantize: rowwise_scale_inv must have scal"
-    ):
-        jax.vmap(block_rows)(x)
-    with pytest.raises(NotImplementedError, match="current_scale_amax: x must be one matrix"):
-        jax.vmap(ops.current_scale.tensor_amax)(x)

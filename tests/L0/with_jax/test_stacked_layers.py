@@ -283,17 +283,40 @@ def test_states_of_other_layers_are_refused():
             te.update_fp8_metas(last)
 
 
-def test_mapped_layers_are_refused():
+@pytest.mark.parametrize("chosen", [DELAYED, recipe.BlockScaling()], ids=["delayed", "blockwise"])
+def test_mapped_layers_with_scales_of_their_own_are_single_layers(chosen):
+    """``nn.vmap`` over layers, whose FP8 state or blocks differ."""
     mapped = nn.vmap(
         te_flax.DenseGeneral, variable_axes={"params": 0, "fp8_metas": 0},
         split_rngs={"params": True}, metadata_params={nn.PARTITION_NAME: None},
     )(WIDTH)  # fmt: skip
-    x = jnp.ones((LAYERS, ROWS, WIDTH))
-    with (
-        te.fp8_autocast(True, DELAYED),
-        pytest.raises(NotImplementedError, match=r"must be one matrix, got jax\.vmap"),
-    ):
-        mapped.init(jax.random.key(0), x)
+    x = jax.random.normal(jax.random.key(1), (LAYERS, ROWS, WIDTH)) * jnp.array([[[1.0]], [[8.0]]])
+
+    def step(module):
+        @jax.jit
+        def run(variables, x):
+            with te.fp8_autocast(True, chosen):
+                return jax.value_and_grad(
+                    lambda v: (module.apply(v, x) ** 2).sum(axis=(-1, -2)).sum()
+                )(variables)
+
+        return run
+
+    with te.fp8_autocast(True, chosen):
+        variables = nn.unbox(mapped.init(jax.random.key(0), x))
+    alone = [jax.tree.map(lambda leaf, i=i: leaf[i], variables) for i in range(LAYERS)]
+    together, one = step(mapped), step(te_flax.DenseGeneral(WIDTH))
+    for _ in range(2):
+        _, grads = together(variables, x)
+        singles = [one(each, x[i])[1] for i, each in enumerate(alone)]
+        for i, single in enumerate(singles):
+            for ours, theirs in zip(*map(jax.tree.leaves, (grads, single)), strict=True):
+                assert np.array_equal(ours[i], theirs)
+        variables = te.update_collections({k: grads[k] for k in grads if k != "params"}, variables)
+        alone = [
+            te.update_collections({k: g[k] for k in g if k != "params"}, each)
+            for g, each in zip(singles, alone, strict=True)
+        ]
 
 
 def test_variables_that_cannot_be_stacked_are_refused():

@@ -128,15 +128,19 @@ def test_checkpoint_and_scan_keep_the_bits():
             assert bits(made[i]) == bits(expected)
 
 
-def test_vmap_is_refused():
-    x, dy = jnp.ones((3, 4, 256), jnp.bfloat16), jnp.ones((3, 4, 128), jnp.bfloat16)
-    text = "must have scales of blocks of one matrix, got jax.vmap over several"
-    with pytest.raises(NotImplementedError, match=f"swiglu_fwd_block: rowwise_scale_inv {text}"):
-        jax.vmap(lambda x: swiglu_block.swiglu_fwd_block(x, None, FP8[E4M3]))(x)
-    with pytest.raises(NotImplementedError, match=f"swiglu_bwd_block: columnwise_scale_inv {text}"):
-        jax.vmap(
-            lambda dy, x: swiglu_block.swiglu_bwd_block(dy, x, None, FP8[E5M2], rowwise=False)
-        )(dy, x)
+@pytest.mark.parametrize("rows", [4, 128])
+def test_vmap_has_blocks_of_each_element(rows):
+    x = jax.random.normal(jax.random.key(0), (2, rows, 256), jnp.bfloat16)
+    dy = jax.random.normal(jax.random.key(1), (2, rows, 128), jnp.bfloat16)
+
+    def both(dy, x):
+        forward = swiglu_block.swiglu_fwd_block(x, None, FP8[E4M3], padded=False)
+        return (*forward, *swiglu_block.swiglu_bwd_block(dy, x, None, FP8[E5M2], padded=False))
+
+    made = jax.jit(jax.vmap(both))(dy, x)
+    for i in range(2):
+        for ours, alone in zip(made, both(dy[i], x[i]), strict=True):
+            assert bits(ours[i]) == bits(alone)
 
 
 GATHERS = re.compile(r" (?:all-gather|all-to-all|collective-permute)(?:-start)?\(")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -41,6 +42,15 @@ def test_quickstart_learns():
     lines = run("quickstart.py").splitlines()
     losses = [float(line.split()[-1]) for line in lines if line.startswith("step")]
     assert losses[-1] < 0.2 * losses[0]
+
+
+def test_switch_learns_alike_without_and_with_fp8():
+    words = ("--width", "32", "--layers", "1", "--length", "16", "--steps", "20")
+    lines = run("switch.py", "--recipe", "tensorwise", *words).splitlines()
+    losses = [[float(word) for word in re.findall(r"\d+\.\d{4}", line)] for line in lines]
+    assert [line.split(":")[0] for line in lines] == ["float32", "tensorwise"]
+    assert all(last < 0.8 * first for first, last in losses)
+    np.testing.assert_allclose(losses[1], losses[0], rtol=0.02)
 
 
 @pytest.mark.parametrize("words", [(), ("--use-fp8",), ("--use-fp8", "--fp8-recipe", "tensorwise")])
