@@ -22,9 +22,9 @@ from .region import is_fp8_available as is_fp8_available
 NVTE_FP8_COLLECTION_NAME = FP8_COLLECTION_NAME
 ShardingResource = MeshResource
 __all__ = [
-    "FP8_COLLECTION_NAME", "NVTE_FP8_COLLECTION_NAME", "MeshResource", "ShardingResource",
-    "autocast", "fp8_autocast", "get_delayed_scaling", "is_fp8_available", "load", "max_over_uses",
-    "update_collections", "update_fp8_metas",
+    "FP8_COLLECTION_NAME", "NVTE_FP8_COLLECTION_NAME", "MeshResource", "MoEOutput",
+    "ShardingResource", "autocast", "fp8_autocast", "get_delayed_scaling", "is_fp8_available",
+    "load", "max_over_uses", "moe", "update_collections", "update_expert_bias", "update_fp8_metas",
 ]  # fmt: skip
 if _typing.TYPE_CHECKING:  # for type checkers, which do not know other names
     from . import attention as attention
@@ -35,9 +35,13 @@ if _typing.TYPE_CHECKING:  # for type checkers, which do not know other names
     from . import ops as ops
     from . import optimizers as optimizers
     from . import state as state
+    from .experts import MoEOutput as MoEOutput
+    from .experts import moe as moe
+    from .experts import update_expert_bias as update_expert_bias
 else:
     _SUBMODULES = (
         "attention", "checkpoint_policies", "context_parallel", "dense", "flax", "ops",
         "optimizers", "state",
     )  # fmt: skip
-    __getattr__, __dir__ = _attach(__name__, dict.fromkeys(_SUBMODULES, ""))
+    _EXPERTS = dict.fromkeys(("MoEOutput", "moe", "update_expert_bias"), "experts")
+    __getattr__, __dir__ = _attach(__name__, dict.fromkeys(_SUBMODULES, "") | _EXPERTS)
