@@ -158,9 +158,7 @@ def _check(x: jax.Array, gate_kernel: jax.Array, experts: Experts, parts: int) -
                 f"{_NAME}: {name} must have shape {list(shape)}, got {list(value.shape)}"
             )
         if value.dtype != x.dtype:
-            raise TypeError(
-                f"{_NAME}: {name} must have x's dtype {x.dtype}, got {value.dtype}"
-            )
+            raise TypeError(f"{_NAME}: {name} must have x's dtype {x.dtype}, got {value.dtype}")
 
 
 def _balance_loss(

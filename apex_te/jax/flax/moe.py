@@ -91,9 +91,7 @@ class MoEBlock(TransformerEngineBase):
             "gate_kernel", _kernel_init(self.kernel_init), (hidden, self.num_experts),
             self.gate_kernel_axes,
         )  # fmt: skip
-        wi = self._parameter(
-            "wi", self._each(2), (local, hidden, 2 * width), self.wi_kernel_axes
-        )
+        wi = self._parameter("wi", self._each(2), (local, hidden, 2 * width), self.wi_kernel_axes)
         wo = self._parameter("wo", self._each(1), (local, width, hidden), self.wo_kernel_axes)
         biases = [None, None]
         if self.use_ffn_bias:

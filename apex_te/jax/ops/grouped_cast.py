@@ -7,26 +7,28 @@ one after the other, as on PyTorch's side.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from ...runtime.op_options import GATE, ClampedSwiglu, gate_arguments, scales_number
+from ...runtime.op_options import BLOCK_SCALES, GATE, ClampedSwiglu, gate_arguments
 from .._call import call
 from . import _checks, grouped_quantize
 from ._checked import checked
-from .grouped_quantize import ALIGN, GroupedOutput, Groups
+from .block_quantize import block_quantize, scale_shape
+from .grouped_quantize import ALIGN, Alignment, GroupedOutput, Groups, begins_of, group_of
 from .swiglu import swiglu_bwd, swiglu_fwd
 
 __all__ = [
-    "Gated", "GatedGradient", "Gather", "SourceGrads", "block_quantize_source", "quantize_source",
+    "BlockRule", "Gated", "GatedGradient", "Gather", "GroupScales", "SourceGrads", "cast_source",
+    "rows_of",
 ]  # fmt: skip
 
 _BLOCK, _VECTOR = 128, 8
 _OP = "grouped_cast"
 _S = jax.ShapeDtypeStruct
+_BLOCK_PARAMETERS = ("rowwise", "columnwise", "columnwise_scale_inv", "rowwise_scale_inv")
 
 
 class Gather(NamedTuple):
@@ -55,101 +57,96 @@ class GatedGradient(NamedTuple):
     bias: jax.Array | None = None
 
 
-class SourceGrads(NamedTuple):
-    """Gradients of the factor [rows] and the bias [groups, 2F] of a ``GatedGradient``.
+Source = Gather | Gated | GatedGradient
 
-    They are None if they were not asked for.
-    """
+
+class GroupScales(NamedTuple):
+    """Scale and scale_inv, or None for its inverse, of each group, and the amax to start from."""
+
+    scale: jax.Array
+    scale_inv: jax.Array | None = None
+    amax: jax.Array | None = None
+
+
+class BlockRule(NamedTuple):
+    """Options of ``block_quantize`` for 1x128 blocks of rows; columnwise ones may be 128x128."""
+
+    scales: str = "pow2"
+    eps: float = 0.0
+    columnwise_block_rows: int = 1
+
+
+class SourceGrads(NamedTuple):
+    """Gradients of the factor and bias of a ``GatedGradient``, None if not asked for."""
 
     factor: jax.Array | None
     bias: jax.Array | None
 
 
-Source = Gather | Gated | GatedGradient
-
-
 @checked
-def quantize_source(
+def cast_source(
     source: Source,
     groups: Groups,
-    scale: jax.Array,
     fp8_dtype: Any,
+    scaling: GroupScales | BlockRule,
     *,
     rowwise: bool = True,
     columnwise: bool = True,
-    amax: jax.Array | None = None,
-    scale_inv: jax.Array | None = None,
     factor_grad: bool = False,
     bias_grad: bool = False,
 ) -> tuple[GroupedOutput, SourceGrads]:
-    """Quantizes the rows of a source with one scale for each group, as ``quantize_groups`` does.
+    """Quantizes the rows of a source, with one scale for each group or 1x128 block.
 
-    ``factor_grad`` and ``bias_grad`` ask for gradients, of a ``GatedGradient`` alone.
+    It is ``apex_te.ops.grouped_cast.quantize_source`` or ``block_quantize_source``, whose layouts
+    the result has.
     """
-    rows, cols = _shape(source)
     dtype = jnp.dtype(_checks.fp8_dtype_of(_OP, fp8_dtype))
-    results: dict[str, Any] = {}
-    if rowwise:
-        results = {"rowwise": _S((rows, cols), dtype), "row_scale_inv": _S((rows,), jnp.float32)}
-    if columnwise:
-        results["columnwise"] = _S((cols, groups.columns), dtype)
-    given = {"scale": scale, "amax": amax, "scale_inv": scale_inv}
+    shape, in_blocks = _shape(source), isinstance(scaling, BlockRule)
+    grouped_quantize.check_rows(_OP, shape[0], groups)
+    results = _results(shape, groups, dtype, rowwise, columnwise, in_blocks)
+    activation = getattr(source, "activation", "silu")
+    gate = dict(zip(GATE, gate_arguments(_OP, activation), strict=True))
+    fields = {name: x for name, x in source._asdict().items() if name != "activation"}
+    scales = () if in_blocks else scaling
 
-    def cast(rows: jax.Array, own: Groups, given: Mapping[str, Any]) -> GroupedOutput:
-        copies = {"rowwise": rowwise, "columnwise": columnwise}
-        return grouped_quantize.quantize_groups(rows, own, fp8_dtype=dtype, **given, **copies)
-
-    def kernel(lines: Any, source: Any, given: Any) -> tuple[dict[str, Any], GroupedOutput]:
-        is_given = given["scale_inv"] is not None
-        inverse = {} if is_given else {"scale_inv": _S((groups.num_groups,), jnp.float32)}
-        given = {name: x for name, x in given.items() if x is not None}
-        written = {**results, **inverse, **lines}
-        made = call(_OP, "grouped_cast", written, **source, **given, inverse_given=is_given)
-        return made, GroupedOutput(*(made.get(name) for name in GroupedOutput._fields))
-
-    return _run(source, groups, given, cast, kernel, factor_grad, bias_grad)
-
-
-@checked
-def block_quantize_source(
-    source: Source,
-    groups: Groups,
-    fp8_dtype: Any,
-    *,
-    columnwise_block_rows: int = 1,
-    rowwise: bool = True,
-    columnwise: bool = True,
-    scales: str | None = None,
-    pow2: bool | None = None,
-    eps: float = 0.0,
-    factor_grad: bool = False,
-    bias_grad: bool = False,
-) -> tuple[GroupedOutput, SourceGrads]:
-    """Quantizes the rows of a source in 1x128 blocks, as ``block_quantize_groups`` does.
-
-    ``factor_grad`` and ``bias_grad`` are as in ``quantize_source``.
-    """
-    name = "block_quantize_source"
-    number = scales_number(name, scales, pow2)
-    options = {"columnwise_block_rows": columnwise_block_rows, "eps": float(eps)}
-    results = grouped_quantize.block_results(
-        name, _shape(source), groups, fp8_dtype, rowwise, columnwise
-    )
-
-    def cast(rows: jax.Array, own: Groups, _: Any) -> GroupedOutput:
-        return grouped_quantize.block_quantize_groups(
-            rows, own, fp8_dtype, rowwise=rowwise, columnwise=columnwise, scales=scales, pow2=pow2,
-            **options,
+    def composed(fields: Any, table: Any, scales: Any) -> Any:
+        own = dataclasses.replace(groups, table=table)
+        whole = fields if isinstance(source, Gather) else {**fields, "activation": activation}
+        rows, grads = rows_of(type(source)(**whole), own, factor_grad, bias_grad)
+        if isinstance(scaling, BlockRule):
+            return _block_cast(rows, own, dtype, scaling, rowwise, columnwise), grads
+        out = grouped_quantize.quantize_groups(
+            rows, own, scales.scale, dtype, rowwise=rowwise, columnwise=columnwise,
+            amax=scales.amax, scale_inv=scales.scale_inv,
         )  # fmt: skip
+        return out, grads
 
-    def kernel(lines: Any, source: Any, _: Any) -> tuple[dict[str, Any], GroupedOutput]:
-        written = {**results, **lines}
-        made = call(_OP, "grouped_block_cast", written, **source, **options, scales=number)
-        return made, grouped_quantize.blocks_of(made)
+    def fused(fields: Any, table: Any, scales: Any) -> Any:
+        given, written = {**fields, **gate, "interleaved": False, "table": table}, dict(results)
+        if factor_grad:  # rows that are not read stay 0
+            rows, cols = fields["grad"].shape
+            given["partials"] = jnp.zeros((-(-cols // _BLOCK), rows), jnp.float32)
+        if bias_grad:
+            written["lines"] = _S((groups.columns // ALIGN, fields["x"].shape[1]), jnp.float32)
+        if isinstance(scaling, BlockRule):
+            options = {**scaling._asdict(), "scales": BLOCK_SCALES.index(scaling.scales)}
+            made = call(_OP, "grouped_block_cast", written, **given, **options)
+            out = GroupedOutput(*(made.get(name) for name in _BLOCK_PARAMETERS), None)
+        else:
+            given |= {name: x for name, x in scales._asdict().items() if x is not None}
+            if scales.scale_inv is None:
+                written["scale_inv"] = _S((groups.num_groups,), jnp.float32)
+            given["inverse_given"] = scales.scale_inv is not None
+            made = call(_OP, "grouped_cast", written, **given)
+            out = GroupedOutput(*(made.get(name) for name in GroupedOutput._fields))
+        of_bias = None
+        if bias_grad:
+            own = dataclasses.replace(groups, table=table)
+            of_bias = _bias_gradient(made["lines"], own).astype(fields["x"].dtype)
+        return out, SourceGrads(made["partials"].sum(0) if factor_grad else None, of_bias)
 
-    splits_halves = isinstance(source, GatedGradient) and source.grad.shape[1] % _BLOCK
-    fused = None if splits_halves else kernel
-    return _run(source, groups, {}, cast, fused, factor_grad, bias_grad)
+    on_gpu = fused if _has_kernel(source, in_blocks) else composed
+    return jax.lax.platform_dependent(fields, groups.table, scales, cpu=composed, cuda=on_gpu)
 
 
 def _shape(source: Source) -> tuple[int, int]:
@@ -160,59 +157,42 @@ def _shape(source: Source) -> tuple[int, int]:
     return rows, cols if isinstance(source, GatedGradient) else cols // 2
 
 
-def _run(
-    source: Source,
-    groups: Groups,
-    given: dict[str, Any],
-    cast: Callable[..., GroupedOutput],
-    kernel: Callable[..., tuple[dict[str, Any], GroupedOutput]] | None,
-    factor_grad: bool,
-    bias_grad: bool,
-) -> tuple[GroupedOutput, SourceGrads]:
-    """Casts a source's rows by a kernel on GPUs, and elsewhere, or for None, by ``cast``."""
-    activation = getattr(source, "activation", "silu")
-    gate = dict(zip(GATE, gate_arguments(_OP, activation), strict=True))
-    fields = {name: x for name, x in source._asdict().items() if name != "activation"}
-
-    def composed(fields: Any, table: Any, given: Any) -> Any:
-        own = dataclasses.replace(groups, table=table)
-        whole = fields if isinstance(source, Gather) else {**fields, "activation": activation}
-        rows, grads = rows_of(type(source)(**whole), own, factor_grad, bias_grad)
-        return cast(rows, own, given), grads
-
-    def fused(fields: Any, table: Any, given: Any) -> Any:
-        assert kernel is not None
-        sums: dict[str, Any] = {}
-        if factor_grad:  # rows that are not read stay 0
-            rows, cols = fields["grad"].shape
-            sums["partials"] = jnp.zeros((-(-cols // _BLOCK), rows), jnp.float32)
-        lines = {}
-        if bias_grad:
-            lines["lines"] = _S((groups.columns // ALIGN, fields["x"].shape[1]), jnp.float32)
-        arguments = {**fields, **sums, **gate, "interleaved": False, "table": table}
-        made, out = kernel(lines, arguments, given)
-        own = dataclasses.replace(groups, table=table)
-        found = made["partials"].sum(0) if factor_grad else None
-        of_bias = _bias_gradient(made["lines"], own, fields["x"].dtype) if bias_grad else None
-        return out, SourceGrads(found, of_bias)
-
-    on_gpu = fused if kernel is not None and _has_kernel(source) else composed
-    return jax.lax.platform_dependent(fields, groups.table, given, cpu=composed, cuda=on_gpu)
+def _results(
+    shape: tuple[int, int], groups: Groups, dtype: Any, rowwise: bool, columnwise: bool,
+    in_blocks: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """Returns shapes and dtypes of what a kernel writes, by parameter."""
+    (rows, cols), found = shape, {}
+    name, scales = "row_scale_inv", (rows,)
+    if in_blocks:
+        name, scales = "rowwise_scale_inv", scale_shape(rows, cols, 1)
+    if rowwise:
+        found = {"rowwise": _S(shape, dtype), name: _S(scales, jnp.float32)}
+    if columnwise:
+        found["columnwise"] = _S((cols, groups.columns), dtype)
+        if in_blocks:
+            lines = groups.lines, -(-cols // 4) * 4
+            found["columnwise_scale_inv"] = _S(lines, jnp.float32)
+    return found
 
 
-def _has_kernel(source: Source) -> bool:
-    """Returns True if csrc/grouped_cast takes a source: vectors, and gated rows in 16 bits."""
-    is_gather = isinstance(source, Gather)
-    fits = source.x.shape[1] % (_VECTOR if is_gather else 2 * _VECTOR) == 0
-    return fits and (is_gather or source.x.dtype.itemsize == 2)
+def _has_kernel(source: Source, in_blocks: bool) -> bool:
+    """Returns True if csrc/grouped_cast takes a source: vectors, and gated rows in 16 bits.
+
+    A block must not have gradients of gates and of ups.
+    """
+    if isinstance(source, Gather):
+        return source.x.shape[1] % _VECTOR == 0
+    if in_blocks and isinstance(source, GatedGradient) and source.grad.shape[1] % _BLOCK:
+        return False
+    return source.x.shape[1] % (2 * _VECTOR) == 0 and source.x.dtype.itemsize == 2
 
 
-def _bias_gradient(lines: jax.Array, groups: Groups, dtype: Any) -> jax.Array:
+def _bias_gradient(lines: jax.Array, groups: Groups) -> jax.Array:
     """Adds the lines of column sums that a kernel wrote for each 16 columns of a group."""
     counts = jnp.diff(groups.column_ends // ALIGN, prepend=0)
     each = grouped_quantize.groups_of(counts, len(lines))
-    sums = grouped_quantize.column_sums(lines, each)
-    return grouped_quantize.zero_unused(sums, groups).astype(dtype)
+    return grouped_quantize.zero_unused(grouped_quantize.column_sums(lines, each), groups)
 
 
 @checked
@@ -221,7 +201,10 @@ def rows_of(
 ) -> tuple[jax.Array, SourceGrads]:
     """Returns a source's rows by the ops that stand for the kernels, and the gradients."""
     if isinstance(source, Gather):
-        return _gathered(*source), SourceGrads(None, None)
+        is_row = (source.row_of >= 0) & (source.row_of < len(source.x))
+        rows = source.x[jnp.where(is_row, source.row_of, 0)]
+        other = jnp.where(source.row_of == -1, 0, jnp.nan).astype(rows.dtype)
+        return jnp.where(is_row[:, None], rows, other[:, None]), SourceGrads(None, None)
     x, dtype, gate = source.x, source.x.dtype, {"activation": source.activation}
     if source.bias is not None:
         x = grouped_quantize.finish_rows(x, groups, source.bias)
@@ -239,9 +222,37 @@ def rows_of(
     return rows, SourceGrads(of_factor, of_bias)
 
 
-def _gathered(x: jax.Array, row_of: jax.Array) -> jax.Array:
-    """Returns rows of ``x``, zeros for -1 and NaN for other numbers that are no row of it."""
-    is_row = (row_of >= 0) & (row_of < len(x))
-    rows = x[jnp.where(is_row, row_of, 0)]
-    other = jnp.where(row_of == -1, 0, jnp.nan).astype(x.dtype)
-    return jnp.where(is_row[:, None], rows, other[:, None])
+def _block_cast(
+    x: jax.Array, groups: Groups, dtype: Any, rule: BlockRule, rowwise: bool, columnwise: bool
+) -> GroupedOutput:
+    """Casts groups of rows in blocks by ``block_quantize``, of rows aligned to blocks."""
+    options: dict[str, Any] = {"scales": rule.scales, "eps": rule.eps}
+    by_row = by_column = (None, None)
+    if rowwise:
+        by_row = block_quantize(x, dtype.name, columnwise=False, **options)[:2]
+    if columnwise:
+        options["columnwise_block_rows"] = rule.columnwise_block_rows
+        aligned = Alignment.of(groups, _BLOCK)
+        made = block_quantize(aligned.copies(x), dtype.name, rowwise=False, **options)
+        by_column = _placed(aligned, *made[2:], rule.columnwise_block_rows)
+    return GroupedOutput(by_row[0], *by_column, by_row[1], None)
+
+
+def _placed(
+    aligned: Alignment, codes: Any, scales: Any, block_rows: int
+) -> tuple[jax.Array, jax.Array]:
+    """Returns columnwise codes and scales of aligned rows in the places of the kernels."""
+    groups, blocks = aligned.groups, aligned.rows // _BLOCK
+    begins = begins_of(groups.column_ends)
+    at = jnp.arange(groups.columns, dtype=jnp.int32)
+    group = group_of(groups.column_ends, at)
+    source = jnp.clip(aligned.begins[group] + at - begins[group], 0, aligned.rows - 1)
+    moved = jax.lax.bitcast_convert_type(codes, jnp.uint8)[:, source]
+    if block_rows == _BLOCK:
+        scales = jnp.repeat(scales[:, :blocks].T, _BLOCK, 1)[:, : len(codes)]
+        scales = jnp.pad(scales, ((0, 0), (0, -len(codes) % 4)), constant_values=1.0)
+    first = begins // _BLOCK + jnp.arange(groups.num_groups)
+    line = jnp.arange(groups.lines)
+    group = jnp.searchsorted(first, line, side="right") - 1
+    block = jnp.clip(aligned.begins[group] // _BLOCK + line - first[group], 0, blocks - 1)
+    return jax.lax.bitcast_convert_type(moved, codes.dtype), scales[block]

@@ -214,7 +214,7 @@ def block_multiply_groups(
 ) -> jax.Array:
     """Computes ``multiply_groups`` of FP8 data with block scales, in bfloat16.
 
-    ``a`` is a rowwise copy of ``block_quantize_groups``, ``b`` a copy of
+    ``a`` is a rowwise copy of ``grouped_cast.cast_source``, ``b`` a copy of
     ``block_quantize_matrices``.
     """
     name = "block_multiply_groups"
@@ -245,18 +245,12 @@ def block_contract_groups(
     b_scale_inv: jax.Array,
     groups: Groups,
     wide: bool = False,
-    *,
-    b_block_rows: int = 1,
 ) -> jax.Array:
     """Computes ``contract_groups`` of columnwise FP8 data with block scales.
 
-    Both are columnwise copies of ``block_quantize_groups``. With ``wide`` the result is float32
-    instead of bfloat16.
+    Both are columnwise copies of ``grouped_cast.cast_source``; b's blocks are 1x128. With ``wide``
+    the result is float32 instead of bfloat16.
     """
-    if b_block_rows not in (1, _BLOCK):
-        raise ValueError(
-            f"block_contract_groups: b_block_rows must be 1 or 128, got {b_block_rows}"
-        )
     dtype = jnp.float32 if wide else jnp.bfloat16
 
     def decoded(a: Any, a_scale: Any, b: Any, b_scale: Any, ends: Any) -> jax.Array:
@@ -266,7 +260,7 @@ def block_contract_groups(
     def contracted(a: Any, a_scale: Any, b: Any, b_scale: Any, ends: Any) -> jax.Array:
         given = {"a": a, "a_scale_inv": a_scale, "b": b, "b_scale_inv": b_scale, "ends": ends}
         results = {"out": _S((ends.size, a.shape[0], b.shape[0]), dtype)}
-        given |= {"accumulate": False, "b_block_rows": b_block_rows}
+        given |= {"accumulate": False, "b_block_rows": 1}
         return call("grouped_gemm", "grouped_block_contract", results, **given)["out"]
 
     on_gpu = contracted if _multiplies_codes(a, b) else decoded

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ...runtime.op_options import BLOCK_SCALES, scales_number
+from ...runtime.op_options import scales_number
 from .._call import Stacked, call
 from . import _checks
 from ._checked import checked
@@ -21,10 +21,9 @@ from ._contract import whole_call
 from .block_quantize import block_quantize, scale_shape
 
 __all__ = [
-    "ALIGN", "GroupedOutput", "Groups", "block_quantize_groups",
-    "block_quantize_matrices", "block_values_of_columns", "check_rows", "column_sums", "decode",
-    "finish_rows", "first_scales", "groups_of", "quantize_groups", "quantize_matrices",
-    "scale_rows", "scales_of", "zero_unused",
+    "ALIGN", "GroupedOutput", "Groups", "block_quantize_matrices", "block_values_of_columns",
+    "check_rows", "column_sums", "decode", "finish_rows", "first_scales", "groups_of",
+    "quantize_groups", "quantize_matrices", "scale_rows", "scales_of", "zero_unused",
 ]  # fmt: skip
 
 # csrc/grouped_quantize/grouped_quantize.h
@@ -96,20 +95,20 @@ class Alignment(NamedTuple):
     def copies(self, x: jax.Array) -> jax.Array:
         """Returns the rows of ``x`` in their aligned places."""
         at = jnp.arange(self.rows, dtype=jnp.int32)
-        group = _group_of(self.ends, at)
-        begins = _begins(self.groups.ends)
+        group = group_of(self.ends, at)
+        begins = begins_of(self.groups.ends)
         source = begins[group] + at - self.begins[group]
         is_row = (source < self.groups.ends[group]) & (at < self.ends[-1])
         rows = x[jnp.where(is_row, source, 0)] if len(x) else jnp.zeros((1, x.shape[1]), x.dtype)
         return jnp.where(is_row[:, None], rows, 0)
 
 
-def _begins(ends: jax.Array) -> jax.Array:
+def begins_of(ends: jax.Array) -> jax.Array:
     """Returns where groups begin that follow one another."""
     return jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
 
 
-def _group_of(ends: jax.Array, at: jax.Array) -> jax.Array:
+def group_of(ends: jax.Array, at: jax.Array) -> jax.Array:
     """Returns the group of each place, the last one's for places after it."""
     return jnp.minimum(jnp.searchsorted(ends, at, side="right"), ends.size - 1)
 
@@ -252,161 +251,48 @@ def quantize_matrices(
 
 
 @checked
-def block_quantize_groups(
-    x: jax.Array,
-    groups: Groups,
-    fp8_dtype: Any,
-    *,
-    columnwise_block_rows: int = 1,
-    rowwise: bool = True,
-    columnwise: bool = True,
-    scales: str | None = None,
-    pow2: bool | None = None,
-    eps: float = 0.0,
-) -> GroupedOutput:
-    """Quantizes groups of rows with a scale for each 1x128 block, as ``block_quantize`` does.
-
-    Blocks of the columnwise copy run along the rows of a group and begin with its first row.
-    """
-    name = "block_quantize_groups"
-    number = scales_number(name, scales, pow2)
-    x = _checks.matrix_to_cast(name, x)
-    results = block_results(name, x.shape, groups, fp8_dtype, rowwise, columnwise)
-    options: dict[str, Any] = {"scales": BLOCK_SCALES[number], "eps": eps}
-
-    def on_cpu(x: jax.Array, table: jax.Array) -> tuple[Any, ...]:
-        own, made = dataclasses.replace(groups, table=table), {}
-        dtype = _checks.fp8_dtype_of(name, fp8_dtype)
-        if rowwise:
-            rows = block_quantize(x, dtype, columnwise=False, **options)
-            made = {"rowwise": rows.rowwise, "rowwise_scale_inv": rows.rowwise_scale_inv}
-        if columnwise:
-            copies = Alignment.of(own, _BLOCK)
-            cols = block_quantize(
-                copies.copies(x), dtype, rowwise=False, columnwise_block_rows=columnwise_block_rows,
-                **options,
-            )  # fmt: skip
-            made |= _placed_columns(copies, cols, columnwise_block_rows)
-        return tuple(made[each] for each in results)
-
-    def on_gpu(x: jax.Array, table: jax.Array) -> tuple[Any, ...]:
-        made = call(
-            _OP, "grouped_block_quantize", results, x=x, table=table, eps=float(eps),
-            columnwise_block_rows=columnwise_block_rows, scales=number,
-        )  # fmt: skip
-        return tuple(made[each] for each in results)
-
-    made = jax.lax.platform_dependent(x, groups.table, cpu=on_cpu, cuda=on_gpu)
-    return blocks_of(dict(zip(results, made, strict=True)))
-
-
-@checked
-def block_results(
-    name: str,
-    shape: tuple[int, ...],
-    groups: Groups,
-    fp8_dtype: Any,
-    rowwise: bool,
-    columnwise: bool,
-) -> dict[str, Any]:
-    """Returns shapes and dtypes of the copies of groups of rows in blocks, by parameter."""
-    rows, cols = shape
-    check_rows(name, rows, groups)
-    dtype = jnp.dtype(_checks.fp8_dtype_of(name, fp8_dtype))
-    results: dict[str, Any] = {}
-    if rowwise:
-        scales = _S(scale_shape(rows, cols, 1), jnp.float32)
-        results = {"rowwise": _S((rows, cols), dtype), "rowwise_scale_inv": scales}
-    if columnwise:
-        results["columnwise"] = _S((cols, groups.columns), dtype)
-        lines = groups.lines, -(-cols // 4) * 4
-        results["columnwise_scale_inv"] = _S(lines, jnp.float32)
-    if not results:
-        raise ValueError(f"{name}: rowwise or columnwise must be True, got False for both")
-    return results
-
-
-@checked
-def blocks_of(made: dict[str, Any]) -> GroupedOutput:
-    """Returns what a cast in blocks wrote, by parameter, as a ``GroupedOutput``."""
-    names = ("rowwise", "columnwise", "columnwise_scale_inv", "rowwise_scale_inv")
-    return GroupedOutput(*(made.get(each) for each in names), None)
-
-
-def _placed_columns(aligned: Alignment, made: Any, block_rows: int) -> dict[str, jax.Array]:
-    """Returns columnwise codes and scales of aligned rows in the places of the kernels."""
-    groups, codes, scales = aligned.groups, made.columnwise, made.columnwise_scale_inv
-    begins = _begins(groups.column_ends)
-    at = jnp.arange(groups.columns, dtype=jnp.int32)
-    group = _group_of(groups.column_ends, at)
-    source = jnp.clip(aligned.begins[group] + at - begins[group], 0, aligned.rows - 1)
-    if block_rows == _BLOCK:
-        scales = jnp.repeat(scales[:, : aligned.rows // _BLOCK].T, _BLOCK, 1)[:, : len(codes)]
-        scales = jnp.pad(scales, ((0, 0), (0, -len(codes) % 4)), constant_values=1.0)
-    first = begins // _BLOCK + jnp.arange(groups.num_groups)
-    line = jnp.arange(groups.lines)
-    group = jnp.searchsorted(first, line, side="right") - 1
-    block = aligned.begins[group] // _BLOCK + line - first[group]
-    block = jnp.clip(block, 0, aligned.rows // _BLOCK - 1)
-    return {"columnwise": _taken(codes, source), "columnwise_scale_inv": scales[block]}
-
-
-def _taken(codes: jax.Array, columns: jax.Array) -> jax.Array:
-    """Returns some columns of FP8 data, which are copied as bytes."""
-    taken = jax.lax.bitcast_convert_type(codes, jnp.uint8)[:, columns]
-    return jax.lax.bitcast_convert_type(taken, codes.dtype)
-
-
-@checked
 def block_quantize_matrices(
     matrices: jax.Array,
     fp8_dtype: Any,
     *,
-    groups: Groups | None = None,
+    groups: Groups,
     rowwise: bool = True,
     columnwise: bool = True,
-    scales: str | None = None,
-    pow2: bool | None = None,
+    scales: str = "pow2",
     eps: float = 0.0,
 ) -> GroupedOutput:
     """Quantizes matrices [groups, rows, cols] with a scale for each 128x128 block, in one launch.
 
     On a CPU those of groups without rows are quantized, too.
     """
-    name = "block_quantize_matrices"
-    number = scales_number(name, scales, pow2)
+    name = "grouped_block_quantize_matrices"
     dtype = _checks.fp8_dtype_of(name, fp8_dtype)
     stack = _checks.has_ndim(name, "matrices", matrices, 3)
-    count, rows, cols = stack.shape
+    count, *shape = stack.shape
     results: dict[str, Any] = {}
-    for side, wanted, shape in (
-        ("rowwise", rowwise, (rows, cols)), ("columnwise", columnwise, (cols, rows)),
-    ):  # fmt: skip
-        if wanted:
+    for side, is_wanted in (("rowwise", rowwise), ("columnwise", columnwise)):
+        if is_wanted:
             results[side] = _S((count, *shape), jnp.dtype(dtype))
             lines = count, *scale_shape(*shape, _BLOCK)
             results[f"{side}_scale_inv"] = _S(lines, jnp.float32)
+        shape = shape[::-1]
+    options: dict[str, Any] = {"block_rows": _BLOCK, "scales": scales, "eps": eps}
 
-    def on_cpu(stack: jax.Array, table: Any) -> tuple[Any, ...]:
-        def one(matrix: jax.Array) -> tuple[Any, ...]:
-            made = block_quantize(
-                matrix, dtype, block_rows=_BLOCK, rowwise=rowwise, columnwise=columnwise,
-                scales=BLOCK_SCALES[number], eps=eps,
-            )  # fmt: skip
-            return tuple(getattr(made, each) for each in results)
+    def on_cpu(stack: jax.Array, table: jax.Array) -> dict[str, jax.Array]:
+        def one(matrix: jax.Array) -> dict[str, jax.Array]:
+            made = block_quantize(matrix, dtype, rowwise=rowwise, columnwise=columnwise, **options)
+            return {each: getattr(made, each) for each in results}
 
         return jax.lax.map(one, stack)
 
-    def on_gpu(stack: jax.Array, table: Any) -> tuple[Any, ...]:
-        made = call(
-            _OP, "grouped_block_quantize_matrices", results, matrices=Stacked(stack), table=table,
-            eps=float(eps), scales=number,
-        )  # fmt: skip
-        return tuple(made[each] for each in results)
+    def on_gpu(stack: jax.Array, table: jax.Array) -> dict[str, jax.Array]:
+        number = scales_number(name, scales, None)
+        given = {"matrices": Stacked(stack), "table": table, "eps": float(eps), "scales": number}
+        return call(_OP, name, results, **given)
 
-    table = None if groups is None else groups.table
-    made = jax.lax.platform_dependent(stack, table, cpu=on_cpu, cuda=on_gpu)
-    return blocks_of(dict(zip(results, made, strict=True)))
+    made = jax.lax.platform_dependent(stack, groups.table, cpu=on_cpu, cuda=on_gpu)
+    names = ("rowwise", "columnwise", "columnwise_scale_inv", "rowwise_scale_inv")
+    return GroupedOutput(*map(made.get, names), None)
 
 
 @checked
@@ -415,8 +301,8 @@ def block_values_of_columns(
 ) -> jax.Array:
     """Decodes a columnwise copy of ``block_quantize_groups`` to float32 [cols, columns]."""
     at = jnp.arange(fp8_data.shape[1], dtype=jnp.int32)
-    group = _group_of(column_ends, at)
-    begin = _begins(column_ends)[group]
+    group = group_of(column_ends, at)
+    begin = begins_of(column_ends)[group]
     line = begin // _BLOCK + group + jnp.maximum(at - begin, 0) // _BLOCK
     factor = scale_inv[jnp.minimum(line, scale_inv.shape[0] - 1), : fp8_data.shape[0]]
     return decode(fp8_data).astype(jnp.float32) * factor.T

@@ -7,7 +7,7 @@ the chosen experts. Both have the bits of PyTorch's.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -19,14 +19,13 @@ from . import _checks
 from ._checked import checked
 from ._contract import whole_call
 
-__all__ = ["RouterOptions", "RouterOutputs", "moe_router_bwd", "moe_router_fwd", "route"]
+__all__ = ["RouterOptions", "RouterOutputs", "route"]
 
-_OP = "moe_router"
 _FIXED = ("index", "routing_map", "counts")  # which have no gradients
 
 
 class RouterOutputs(NamedTuple):
-    """Results of ``moe_router_fwd`` as in ``apex_te.ops.moe_router``, None if not asked for."""
+    """Results of ``route`` as in ``apex_te.ops.moe_router``, None if not asked for."""
 
     index: jax.Array  # type: ignore[assignment]  # tuples have a method of the name
     probs: Any = None
@@ -38,7 +37,7 @@ class RouterOutputs(NamedTuple):
 
 
 class RouterOptions(NamedTuple):
-    """Options of ``moe_router_fwd`` by which experts are chosen."""
+    """How experts are chosen; the fields are arguments of ``apex_te.router.topk_router``."""
 
     top_k: int
     score_function: str = "softmax"
@@ -49,59 +48,6 @@ class RouterOptions(NamedTuple):
 
 
 @checked
-def moe_router_fwd(
-    logits: jax.Array,
-    top_k: int,
-    score_function: str = "softmax",
-    *,
-    outputs: Collection[str] = ("probs", "counts"),
-    use_pre_softmax: bool = False,
-    num_groups: int | None = None,
-    group_topk: int | None = None,
-    scaling_factor: float | None = None,
-    expert_bias: jax.Array | None = None,
-    sequences: int = 1,
-    sequence_first: bool = False,
-) -> RouterOutputs:
-    """Chooses experts, and computes what ``outputs`` names, in one kernel and without a gradient.
-
-    ``index`` is always computed.
-    """
-    score = score_number("moe_router_fwd", score_function, use_pre_softmax)
-    made = whole_call(
-        _OP, "moe_router_fwd", {"logits": logits, "expert_bias": expert_bias},
-        [name for name in outputs if name != "index"], extents={"k": top_k, "g": sequences},
-        score_function=score, num_groups=num_groups or 0, group_topk=group_topk or 0,
-        scaling_factor=float(scaling_factor or 1.0), sequence_first=sequence_first,
-    )  # fmt: skip
-    return RouterOutputs(**made)
-
-
-@checked
-def moe_router_bwd(
-    logits: jax.Array,
-    index: jax.Array,
-    score_function: str = "softmax",
-    *,
-    grad_probs: jax.Array | None = None,
-    grad_dense_probs: jax.Array | None = None,
-    grad_scores: jax.Array | None = None,
-    grad_lse: jax.Array | None = None,
-    use_pre_softmax: bool = False,
-    scaling_factor: float | None = None,
-) -> jax.Array:
-    """Computes the gradient of the logits from those of ``RouterOutputs``, in one kernel."""
-    score = score_number("moe_router_bwd", score_function, use_pre_softmax)
-    given = {
-        "logits": logits, "index": index, "grad_probs": grad_probs,
-        "grad_dense_probs": grad_dense_probs, "grad_scores": grad_scores, "grad_lse": grad_lse,
-    }  # fmt: skip
-    factor = float(scaling_factor or 1.0)
-    made = whole_call(_OP, "moe_router_bwd", given, score_function=score, scaling_factor=factor)
-    return made["grad_logits"]
-
-
-@checked
 def route(
     logits: jax.Array,
     options: RouterOptions,
@@ -109,16 +55,15 @@ def route(
     expert_bias: jax.Array | None = None,
     sequences: int = 1,
 ) -> RouterOutputs:
-    """Computes ``moe_router_fwd`` of logits [tokens, experts], differentiably in them.
+    """Chooses experts by logits [tokens, experts], and computes what ``outputs`` names.
 
-    ``expert_bias`` has no gradient.
+    It is ``apex_te.ops.moe_router.moe_router_fwd``, differentiable in the logits.
     """
     check_choice("route", _checks.array("route", "logits", logits), *options[:2], *options[3:5])
     made = _differentiable(options, outputs, sequences)(logits, expert_bias)
     # The tangents of integers, which ops cannot take, end at an operation that has none.
-    return made._replace(
-        **{name: x | x for name in _FIXED if (x := getattr(made, name)) is not None}
-    )
+    fixed = {name: x | x for name in _FIXED if (x := getattr(made, name)) is not None}
+    return made._replace(**fixed)
 
 
 @functools.cache
@@ -126,22 +71,30 @@ def _differentiable(
     options: RouterOptions, outputs: tuple[str, ...], sequences: int
 ) -> Callable[..., RouterOutputs]:
     """Returns ``route`` with these options; it keeps the logits and the chosen experts only."""
+    top_k, score_function, use_pre_softmax, num_groups, group_topk, factor = options
+    shared: dict[str, Any] = {
+        "score_function": score_number("route", score_function, use_pre_softmax),
+        "scaling_factor": float(factor or 1.0),
+    }
 
     def forward(logits: Any, expert_bias: Any) -> RouterOutputs:
-        return moe_router_fwd(
-            logits, expert_bias=expert_bias, outputs=outputs, sequences=sequences,
-            **options._asdict(),
+        made = whole_call(
+            "moe_router", "moe_router_fwd", {"logits": logits, "expert_bias": expert_bias},
+            outputs, extents={"k": top_k, "g": sequences}, num_groups=num_groups or 0,
+            group_topk=group_topk or 0, sequence_first=False, **shared,
         )  # fmt: skip
+        return RouterOutputs(**made)
 
     run = jax.custom_vjp(forward)
 
-    def fwd(logits: Any, expert_bias: Any) -> tuple[RouterOutputs, Any]:
-        made = forward(logits.value, None if expert_bias is None else expert_bias.value)
-        return made, (logits.value, made.index, None if expert_bias is None else expert_bias.value)
+    def fwd(logits: Any, bias: Any) -> tuple[RouterOutputs, Any]:
+        value = None if bias is None else bias.value
+        made = forward(logits.value, value)
+        return made, (logits.value, made.index, value)
 
     def bwd(kept: Any, cotangents: RouterOutputs) -> tuple[Any, Any]:
-        logits, index, expert_bias = kept
-        of_bias = None if expert_bias is None else jnp.zeros_like(expert_bias)
+        logits, index, bias = kept
+        of_bias = None if bias is None else jnp.zeros_like(bias)
         given = {
             f"grad_{name}": grad
             for name, grad in cotangents._asdict().items()
@@ -149,12 +102,8 @@ def _differentiable(
         }
         if not given:
             return jnp.zeros_like(logits), of_bias
-        _, score_function, use_pre_softmax, *_, scaling_factor = options
-        grad = moe_router_bwd(
-            logits, index, score_function, use_pre_softmax=use_pre_softmax,
-            scaling_factor=scaling_factor, **given,
-        )  # fmt: skip
-        return grad, of_bias
+        given |= {"logits": logits, "index": index}
+        return whole_call("moe_router", "moe_router_bwd", given, **shared)["grad_logits"], of_bias
 
     run.defvjp(fwd, bwd, symbolic_zeros=True)
     return run

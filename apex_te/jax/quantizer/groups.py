@@ -12,7 +12,7 @@ from ...recipe import Recipe
 from .. import _library
 from ..checkpoint_policies import FP8_CAST_NAME, named
 from ..ops import grouped_cast, grouped_gemm, grouped_quantize
-from ..ops.grouped_cast import Gather, Source
+from ..ops.grouped_cast import BlockRule, Gather, GroupScales, Source
 from ..ops.grouped_quantize import Alignment, GroupedOutput, Groups
 from ..ops.mx_quantize import mx_dequantize, mx_quantize
 
@@ -35,22 +35,21 @@ class GroupCast(NamedTuple):
         return GroupCast(*jax.tree.map(functools.partial(named, FP8_CAST_NAME), tuple(self)))
 
 
-def _pair(data: Any, scale_inv: Any) -> tuple[jax.Array, jax.Array] | None:
-    return None if data is None else (data, scale_inv)
-
-
 def _cast_of(made: GroupedOutput, grads: Any = None) -> GroupCast:
     """Returns what an op made; a cast without block scales has ``scale_inv`` for both copies."""
     of_rows = made.scale_inv if made.row_scale_inv is None else made.row_scale_inv
-    copies = _pair(made.rowwise, of_rows), _pair(made.columnwise, made.scale_inv)
+    pairs: Any = (made.rowwise, of_rows), (made.columnwise, made.scale_inv)
+    copies = (None if pair[0] is None else pair for pair in pairs)
     return GroupCast(*copies, made.amax, *(grads or ()))
 
 
 class GroupQuantizer:
     """Casts the rows and weights of all groups, and multiplies the copies.
 
-    Attributes:
-        keeps_state: True if casts need scales, float32 [groups], and return amax values.
+    ``rows`` casts a source's rows for a role, with ``scale`` float32 [groups] if ``keeps_state``;
+    options are the copies and gradients to make. ``matrices`` casts weights [groups, in, out].
+    ``multiply`` returns ``b[g] @ a[r]`` of rowwise copies a and copies b [groups, N, K], and
+    ``contract`` weight gradients [groups, in, out] of columnwise copies.
     """
 
     keeps_state = False
@@ -62,19 +61,13 @@ class GroupQuantizer:
     def rows(
         self, source: Source, role: str, groups: Groups, scale: Any, **options: Any
     ) -> GroupCast:
-        """Casts a source's rows; ``options`` are the copies and gradients to make."""
-        raise NotImplementedError
+        scaling = self._scaling(source, role, groups, scale)
+        return _cast_of(
+            *grouped_cast.cast_source(source, groups, self._dtypes[role], scaling, **options)
+        )
 
-    def matrices(self, stack: jax.Array, groups: Groups, scale: Any, **copies: bool) -> GroupCast:
-        """Casts weights [groups, in, out]; rowwise copies are [in, out], columnwise [out, in]."""
-        raise NotImplementedError
-
-    def multiply(self, product: str, a: Any, b: Any, groups: Groups, dtype: Any) -> jax.Array:
-        """Returns ``b[g] @ a[r]`` for each row r of group g, in ``dtype``."""
-        raise NotImplementedError
-
-    def contract(self, x: Any, dy: Any, groups: Groups, dtype: Any) -> jax.Array:
-        """Returns each group's weight gradient [groups, in, out], of columnwise copies."""
+    def _scaling(self, source: Any, role: str, groups: Groups, scale: Any) -> Any:
+        """Returns the scales of a cast, or the rule of those of blocks."""
         raise NotImplementedError
 
 
@@ -86,51 +79,40 @@ class Delayed(GroupQuantizer):
     def __init__(self, recipe: Any) -> None:
         super().__init__(recipe)
         names = ("fprop", "dgrad", "wgrad")
-        self._split = dict(zip(names, recipe.use_split_accumulator, strict=True))
+        self._fast = {n: not s for n, s in zip(names, recipe.use_split_accumulator, strict=True)}
 
     def amax(self, source: Source | jax.Array, role: str, groups: Groups) -> jax.Array:
         """Returns the amax of each group of a source's rows, or of its weight, without a cast."""
         start = jnp.zeros(groups.num_groups, jnp.float32)
-        nothing: dict[str, Any] = {"rowwise": False, "columnwise": False, "amax": start}
-        given = (groups, start, self._dtypes[role])
+        nothing, dtype = {"rowwise": False, "columnwise": False}, self._dtypes[role]
         if not isinstance(source, tuple):
-            _, *rest = given
-            made = grouped_quantize.quantize_matrices(source, *rest, groups=groups, **nothing)
+            cast = grouped_quantize.quantize_matrices
+            made = cast(source, start, dtype, groups=groups, amax=start, **nothing)
         else:
             if isinstance(source, Gather) and _repeats_rows(source):
                 largest = jnp.abs(source.x).max(1, keepdims=True)
                 source = source._replace(x=jnp.tile(largest, (1, 8)))
-            made, _ = grouped_cast.quantize_source(source, *given, **nothing)
+            scales = GroupScales(start, amax=start)
+            made, _ = grouped_cast.cast_source(source, groups, dtype, scales, **nothing)
         assert made.amax is not None
         return made.amax
 
-    def rows(
-        self, source: Source, role: str, groups: Groups, scale: Any, **options: Any
-    ) -> GroupCast:
-        found = self._scaling(source, role, groups, scale)
-        made = grouped_cast.quantize_source(source, groups, fp8_dtype=self._dtypes[role],
-                                            **found, **options)  # fmt: skip
-        return _cast_of(*made)
-
     def matrices(self, stack: jax.Array, groups: Groups, scale: Any, **copies: bool) -> GroupCast:
-        found = self._scaling(stack, "weight", groups, scale)
-        return _cast_of(
-            grouped_quantize.quantize_matrices(
-                stack, fp8_dtype=self._dtypes["weight"], groups=groups, **found, **copies
-            )
-        )
+        found = self._scaling(stack, "weight", groups, scale)._asdict()
+        dtype = self._dtypes["weight"]
+        cast = grouped_quantize.quantize_matrices
+        return _cast_of(cast(stack, fp8_dtype=dtype, groups=groups, **found, **copies))
 
-    def _scaling(self, source: Any, role: str, groups: Groups, scale: Any) -> dict[str, Any]:
-        return {"scale": scale, "amax": jnp.zeros(groups.num_groups, jnp.float32)}
+    def _scaling(self, source: Any, role: str, groups: Groups, scale: Any) -> Any:
+        return GroupScales(scale, amax=jnp.zeros(groups.num_groups, jnp.float32))
 
     def multiply(self, product: str, a: Any, b: Any, groups: Groups, dtype: Any) -> jax.Array:
-        fast = not self._split[product]
+        fast = self._fast[product]
         return grouped_gemm.scaled_multiply_groups(*a, *b, groups, fast).astype(dtype)
 
     def contract(self, x: Any, dy: Any, groups: Groups, dtype: Any) -> jax.Array:
-        fast = not self._split["wgrad"]
-        made = grouped_gemm.scaled_contract_groups(*x, *dy, groups.column_ends, fast)
-        return made.astype(dtype)
+        ends, fast = groups.column_ends, self._fast["wgrad"]
+        return grouped_gemm.scaled_contract_groups(*x, *dy, ends, fast).astype(dtype)
 
 
 class Current(Delayed):
@@ -142,10 +124,9 @@ class Current(Delayed):
         super().__init__(recipe)
         self._options: dict[str, Any] = {"eps": recipe.eps, "pow2": recipe.pow2}
 
-    def _scaling(self, source: Any, role: str, groups: Groups, scale: Any) -> dict[str, Any]:
+    def _scaling(self, source: Any, role: str, groups: Groups, scale: Any) -> Any:
         amax, dtype = self.amax(source, role, groups), self._dtypes[role]
-        found, inverse = grouped_quantize.scales_of(amax, dtype, **self._options)
-        return {"scale": found, "scale_inv": inverse}
+        return GroupScales(*grouped_quantize.scales_of(amax, dtype, **self._options))
 
 
 def _repeats_rows(source: Gather) -> bool:
@@ -159,31 +140,21 @@ class Block(GroupQuantizer):
 
     def __init__(self, recipe: Any) -> None:
         super().__init__(recipe)
-        self._options: dict[str, Any] = {"eps": recipe.eps, "scales": recipe.scales}
+        self._options: dict[str, Any] = {"scales": recipe.scales, "eps": recipe.eps}
         self._wgrad_rows = 128 if recipe.wgrad_input == "128x128" else 1
 
-    def rows(
-        self, source: Source, role: str, groups: Groups, scale: Any, **options: Any
-    ) -> GroupCast:
-        block_rows = self._wgrad_rows if role == "input" else 1
-        made = grouped_cast.block_quantize_source(
-            source, groups, self._dtypes[role], columnwise_block_rows=block_rows, **self._options,
-            **options,
-        )  # fmt: skip
-        return _cast_of(*made)
+    def _scaling(self, source: Any, role: str, groups: Groups, scale: Any) -> Any:
+        rows = self._wgrad_rows if role == "input" else 1
+        return BlockRule(**self._options, columnwise_block_rows=rows)
 
     def matrices(self, stack: jax.Array, groups: Groups, scale: Any, **copies: bool) -> GroupCast:
-        return _cast_of(
-            grouped_quantize.block_quantize_matrices(
-                stack, self._dtypes["weight"], groups=groups, **self._options, **copies
-            )
-        )
+        cast, dtype = grouped_quantize.block_quantize_matrices, self._dtypes["weight"]
+        return _cast_of(cast(stack, dtype, groups=groups, **self._options, **copies))
 
     def multiply(self, product: str, a: Any, b: Any, groups: Groups, dtype: Any) -> jax.Array:
         return grouped_gemm.block_multiply_groups(*a, *b, groups).astype(dtype)
 
     def contract(self, x: Any, dy: Any, groups: Groups, dtype: Any) -> jax.Array:
-        # The gradient, whose columnwise blocks are 1x128, is the second operand.
         return grouped_gemm.block_contract_groups(*x, *dy, groups).astype(dtype)
 
 
@@ -250,13 +221,13 @@ def _decoded(fp8_data: jax.Array, scale: jax.Array) -> jax.Array:
     return mx_dequantize(fp8_data, scale, dtype=dtype)
 
 
-_SCHEMES: dict[str, type[GroupQuantizer]] = {
+_SCHEMES: dict[str, Any] = {
     "delayed": Delayed, "current": Current, "block": Block, "mx": MX,
 }  # fmt: skip
 
 
 @functools.lru_cache(maxsize=64)
-def group_quantizer_of(recipe: Recipe) -> GroupQuantizer:
+def group_quantizer_of(recipe: Recipe) -> Any:
     """Returns the quantizer of groups of a recipe that ``fp8_autocast`` has accepted."""
     chosen: Any = recipe
     if chosen.quantizer not in _SCHEMES:
