@@ -162,11 +162,11 @@ def _results(
     in_blocks: bool,
 ) -> dict[str, Any]:  # fmt: skip
     """Returns shapes and dtypes of what a kernel writes, by parameter."""
-    (rows, cols), found = shape, {}
-    name, scales = "row_scale_inv", (rows,)
-    if in_blocks:
-        name, scales = "rowwise_scale_inv", scale_shape(rows, cols, 1)
+    rows, cols = shape
+    found: dict[str, Any] = {}
     if rowwise:
+        name = "rowwise_scale_inv" if in_blocks else "row_scale_inv"
+        scales = scale_shape(rows, cols, 1) if in_blocks else (rows,)
         found = {"rowwise": _S(shape, dtype), name: _S(scales, jnp.float32)}
     if columnwise:
         found["columnwise"] = _S((cols, groups.columns), dtype)
@@ -227,7 +227,8 @@ def _block_cast(
 ) -> GroupedOutput:
     """Casts groups of rows in blocks by ``block_quantize``, of rows aligned to blocks."""
     options: dict[str, Any] = {"scales": rule.scales, "eps": rule.eps}
-    by_row = by_column = (None, None)
+    by_row: Any = (None, None)
+    by_column: Any = (None, None)
     if rowwise:
         by_row = block_quantize(x, dtype.name, columnwise=False, **options)[:2]
     if columnwise:

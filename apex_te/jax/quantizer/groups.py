@@ -84,7 +84,8 @@ class Delayed(GroupQuantizer):
     def amax(self, source: Source | jax.Array, role: str, groups: Groups) -> jax.Array:
         """Returns the amax of each group of a source's rows, or of its weight, without a cast."""
         start = jnp.zeros(groups.num_groups, jnp.float32)
-        nothing, dtype = {"rowwise": False, "columnwise": False}, self._dtypes[role]
+        nothing: dict[str, Any] = {"rowwise": False, "columnwise": False}
+        dtype = self._dtypes[role]
         if not isinstance(source, tuple):
             cast = grouped_quantize.quantize_matrices
             made = cast(source, start, dtype, groups=groups, amax=start, **nothing)
@@ -97,7 +98,7 @@ class Delayed(GroupQuantizer):
         assert made.amax is not None
         return made.amax
 
-    def matrices(self, stack: jax.Array, groups: Groups, scale: Any, **copies: bool) -> GroupCast:
+    def matrices(self, stack: jax.Array, groups: Groups, scale: Any, **copies: Any) -> GroupCast:
         found = self._scaling(stack, "weight", groups, scale)._asdict()
         dtype = self._dtypes["weight"]
         cast = grouped_quantize.quantize_matrices
@@ -147,7 +148,7 @@ class Block(GroupQuantizer):
         rows = self._wgrad_rows if role == "input" else 1
         return BlockRule(**self._options, columnwise_block_rows=rows)
 
-    def matrices(self, stack: jax.Array, groups: Groups, scale: Any, **copies: bool) -> GroupCast:
+    def matrices(self, stack: jax.Array, groups: Groups, scale: Any, **copies: Any) -> GroupCast:
         cast, dtype = grouped_quantize.block_quantize_matrices, self._dtypes["weight"]
         return _cast_of(cast(stack, dtype, groups=groups, **self._options, **copies))
 
@@ -176,13 +177,12 @@ class MX(GroupQuantizer):
         return (made[2], made[3]) if columnwise else (made[0], made[1])
 
     def rows(
-        self, source: Source, role: str, groups: Groups, scale: Any, *, rowwise: bool,
-        columnwise: bool, **wanted: bool,
-    ) -> GroupCast:  # fmt: skip
-        rows, grads = grouped_cast.rows_of(source, groups, **wanted)
-        by_row = by_column = None
-        if rowwise:
-            by_row = self._cast(rows, role, False)
+        self, source: Source, role: str, groups: Groups, scale: Any, **options: Any
+    ) -> GroupCast:
+        rowwise, columnwise = options.pop("rowwise"), options.pop("columnwise")
+        rows, grads = grouped_cast.rows_of(source, groups, **options)
+        by_row = self._cast(rows, role, False) if rowwise else None
+        by_column = None
         if columnwise:
             aligned = Alignment.of(groups, self._block).copies(rows)
             by_column = self._cast(aligned, role, True)
@@ -192,7 +192,8 @@ class MX(GroupQuantizer):
         self, stack: jax.Array, groups: Groups, scale: Any, *, rowwise: bool, columnwise: bool
     ) -> GroupCast:
         count, rows, cols = stack.shape
-        by_row = by_column = None
+        by_row: Any = None
+        by_column: Any = None
         if rowwise:
             made = self._cast(stack.reshape(-1, cols), "weight", False)
             by_row = tuple(x.reshape(count, rows, -1) for x in made)
@@ -201,7 +202,7 @@ class MX(GroupQuantizer):
             made = self._cast(padded.reshape(-1, cols), "weight", True)
             data, scales = (jnp.moveaxis(x.reshape(cols, count, -1), 1, 0) for x in made)
             by_column = data[..., :rows], scales
-        return GroupCast(by_row, by_column)  # type: ignore[arg-type]
+        return GroupCast(by_row, by_column)
 
     def multiply(self, product: str, a: Any, b: Any, groups: Groups, dtype: Any) -> jax.Array:
         flat = [x.reshape(-1, x.shape[-1]) for x in b]
