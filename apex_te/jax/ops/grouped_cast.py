@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from ...runtime.op_options import BLOCK_SCALES, GATE, ClampedSwiglu, gate_arguments
 from .._call import call
+from .._partition import vary_alike
 from . import _checks, grouped_quantize
 from ._checked import checked
 from .block_quantize import block_quantize, scale_shape
@@ -146,7 +147,9 @@ def cast_source(
         return out, SourceGrads(made["partials"].sum(0) if factor_grad else None, of_bias)
 
     on_gpu = fused if _has_kernel(source, in_blocks) else composed
-    return jax.lax.platform_dependent(fields, groups.table, scales, cpu=composed, cuda=on_gpu)
+    leaves, tree = jax.tree.flatten((fields, groups.table, scales))
+    given = tree.unflatten(vary_alike(leaves))
+    return jax.lax.platform_dependent(*given, cpu=composed, cuda=on_gpu)
 
 
 def _shape(source: Source) -> tuple[int, int]:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from ...runtime.op_options import scales_number
 from .._call import Stacked, call
+from .._partition import vary_alike
 from . import _checks
 from ._checked import checked
 from ._contract import whole_call
@@ -290,7 +291,8 @@ def block_quantize_matrices(
         given = {"matrices": Stacked(stack), "table": table, "eps": float(eps), "scales": number}
         return call(_OP, name, results, **given)
 
-    made = jax.lax.platform_dependent(stack, groups.table, cpu=on_cpu, cuda=on_gpu)
+    operands = vary_alike([stack, groups.table])
+    made = jax.lax.platform_dependent(*operands, cpu=on_cpu, cuda=on_gpu)
     names = ("rowwise", "columnwise", "columnwise_scale_inv", "rowwise_scale_inv")
     return GroupedOutput(*map(made.get, names), None)
 

@@ -338,17 +338,20 @@ def test_recomputed_experts_have_the_same_bits():
         assert np.array_equal(plain, again)
 
 
-@pytest.mark.parametrize("name", ["delayed", "blockwise"])
+@pytest.mark.parametrize(("name", "sizes"), [
+    ("delayed", {"expert": 4}), ("blockwise", {"data": 2, "expert": 2}),
+])  # fmt: skip
 @pytest.mark.parametrize("top_k", [1, 3])
-def test_experts_of_four_devices_are_those_of_one(name, top_k):
-    mesh, chosen = mesh_of("Auto", expert=4), RECIPES[name]
+def test_experts_of_four_devices_are_those_of_one(name, sizes, top_k):
+    mesh, chosen = mesh_of("Auto", **sizes), RECIPES[name]
+    resource = te.MeshResource(dp_resource="data") if "data" in sizes else None
     plain = te_flax.MoEBlock(8, top_k, FFN, aux_loss_coeff=1e-2)
     spread = te_flax.MoEBlock(8, top_k, FFN, aux_loss_coeff=1e-2, ep_axis="expert")
     layer = torch_layer(top_k, exact=False, experts=8)
     x, grad = map(to_jax, torch.randn(2, TOKENS, HIDDEN))
     variables = variables_of(plain, layer, chosen, x)
     (y, counts), (gradients, dx) = make_step(plain, chosen)(variables, x, grad)
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(mesh), te.autocast(mesh_resource=resource):
         made, (ours, our_dx) = make_step(spread, chosen)(variables, x, grad)
     assert np.array_equal(made[1], counts)
     if top_k == 1:  # no sums over devices
