@@ -15,10 +15,11 @@ from .. import fp8_state
 from .._partition import axis_of
 from ..experts import moe
 from ..region import active_recipe
-from .module import Axes, Initializer, TransformerEngineBase, _kernel_init, _zeros, placed
+from .module import Axes, Initializer, TransformerEngineBase, kernel_init_of, placed
 
 __all__ = ["MoEBlock"]
 
+_zeros = nn.initializers.zeros
 _STATES = ("fc1", "fc2")  # as PyTorch's module names what has them
 
 
@@ -88,7 +89,7 @@ class MoEBlock(TransformerEngineBase):
             check_count(type(self).__name__, name, getattr(self, name))
         hidden, width, local = x.shape[-1], self.intermediate_size, self._local_experts()
         gate = self._parameter(
-            "gate_kernel", _kernel_init(self.kernel_init), (hidden, self.num_experts),
+            "gate_kernel", kernel_init_of(self.kernel_init), (hidden, self.num_experts),
             self.gate_kernel_axes,
         )  # fmt: skip
         wi = self._parameter("wi", self._each(2), (local, hidden, 2 * width), self.wi_kernel_axes)
@@ -135,7 +136,7 @@ class MoEBlock(TransformerEngineBase):
             count, inner, outer = shape
             keys = jax.random.split(key, count * parts)
             one = (inner, outer // parts)
-            drawn = jax.vmap(lambda key: _kernel_init(self.kernel_init)(key, one, dtype))(keys)
+            drawn = jax.vmap(lambda key: kernel_init_of(self.kernel_init)(key, one, dtype))(keys)
             return drawn.reshape(count, parts, *one).swapaxes(1, 2).reshape(shape)
 
         return init

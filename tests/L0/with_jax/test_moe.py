@@ -306,9 +306,11 @@ def test_state_dicts_go_to_torch_and_back():
     )
     variables = variables_of(module, layer, DELAYED, jnp.ones((TOKENS, HIDDEN)))
     keys = iter(jax.random.split(jax.random.key(1), 99))
-    state = jax.tree.map(lambda x: jax.random.uniform(next(keys), x.shape), variables["fp8_metas"])
-    ones = {name: {**each, "uses": jnp.ones(EXPERTS)} for name, each in state.items()}
-    variables = {**variables, "fp8_metas": ones}
+    state = jax.tree.map_with_path(
+        lambda path, x: jax.random.uniform(next(keys), x.shape) if "amax" in str(path[-1]) else x,
+        variables["fp8_metas"],
+    )
+    variables = {**variables, "fp8_metas": state}
     with te.fp8_autocast(True, DELAYED):
         saved = te.state.to_torch(variables, "moe.")
     other = torch_layer(bias=True, score_function="sigmoid", expert_bias=True)
