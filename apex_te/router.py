@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .ops._router_function import check_choice, run
+from .ops._router_function import run
 from .ops.binding import check_dense, checked
 from .ops.moe_router import RouterOutputs
+from .runtime.router_options import check_choice
 
 __all__ = [
     "AuxScores", "DenseRouting", "Routing", "aux_scores", "load_balance_loss", "router_z_loss",

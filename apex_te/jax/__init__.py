@@ -23,9 +23,10 @@ from .region import is_fp8_available as is_fp8_available
 NVTE_FP8_COLLECTION_NAME = FP8_COLLECTION_NAME
 ShardingResource = MeshResource
 __all__ = [
-    "FP8_COLLECTION_NAME", "NVTE_FP8_COLLECTION_NAME", "MeshResource", "ShardingResource",
-    "autocast", "einsum", "fp8_autocast", "get_delayed_scaling", "is_fp8_available", "load",
-    "max_over_uses", "update_collections", "update_fp8_metas",
+    "FP8_COLLECTION_NAME", "NVTE_FP8_COLLECTION_NAME", "MeshResource", "MoEOutput",
+    "ShardingResource", "autocast", "einsum", "fp8_autocast", "get_delayed_scaling",
+    "is_fp8_available", "load", "max_over_uses", "moe", "update_collections",
+    "update_expert_bias", "update_fp8_metas",
 ]  # fmt: skip
 if _typing.TYPE_CHECKING:  # for type checkers, which do not know other names
     from . import activation as activation
@@ -45,11 +46,17 @@ if _typing.TYPE_CHECKING:  # for type checkers, which do not know other names
     from . import softmax as softmax
     from . import state as state
     from .contraction import einsum as einsum
+    from .experts import MoEOutput as MoEOutput
+    from .experts import moe as moe
+    from .experts import update_expert_bias as update_expert_bias
 else:
     _SUBMODULES = (
         "activation", "attention", "checkpoint_policies", "context_parallel", "dense", "flax",
         "layernorm", "layernorm_dense", "layernorm_mlp", "nnx", "ops", "optimizers", "quantize",
         "sharding", "softmax", "state",
     )  # fmt: skip
-    _names = {**dict.fromkeys(_SUBMODULES, ""), "einsum": "contraction"}
+    _names = {
+        **dict.fromkeys(_SUBMODULES, ""), "einsum": "contraction",
+        **dict.fromkeys(("MoEOutput", "moe", "update_expert_bias"), "experts"),
+    }  # fmt: skip
     __getattr__, __dir__ = _attach(__name__, _names)

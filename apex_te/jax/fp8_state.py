@@ -168,6 +168,16 @@ def cotangent(part: Mapping[str, Any], gemm: int, like: Mapping[str, Any]) -> di
     return found
 
 
+def whole_cotangent(state: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the gradient with respect to the state ``like`` of a module whose GEMMs run as one.
+
+    It is their next ``state``, or empty for a module without one.
+    """
+    return {
+        name: jax.lax.convert_element_type(leaf, like[name].dtype) for name, leaf in state.items()
+    }
+
+
 def differentiated(state: Mapping[str, Any], parameters: Iterable[Any]) -> dict[str, Any]:
     """Returns the arrays of a state, given as a custom_vjp with symbolic zeros receives it.
 

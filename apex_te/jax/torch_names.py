@@ -29,6 +29,17 @@ _MLP = {"wi_kernel": "fc1_weight", "wi_bias": "fc1_bias"} | {
 }
 
 
+# Parameters of a mixture of experts with the number of dimensions that a GEMM contracts.
+_MOE = {
+    "gate_kernel": ("router.weight", 1),
+    "wi": ("fc1.weight", 1),
+    "wi_bias": ("fc1.bias", 0),
+    "wo": ("fc2.weight", 1),
+    "wo_bias": ("fc2.bias", 0),
+    "expert_bias": ("router.expert_bias", None),
+}
+
+
 class Leaf(NamedTuple):
     """One parameter of a Flax module.
 
@@ -38,11 +49,13 @@ class Leaf(NamedTuple):
             parameter's first dimension of features.
         inputs: number of its leading dimensions that a GEMM contracts; PyTorch has them as the last
             dimension. 0 for a vector; None for a parameter that PyTorch has in the same form.
+        is_stack: True if its first dimension are experts, in PyTorch, too.
     """
 
     name: str
     keys: tuple[str, ...]
     inputs: int | None
+    is_stack: bool = False
 
 
 class Part(NamedTuple):
@@ -66,6 +79,9 @@ def _walk(
 ) -> Iterator[Part]:
     """Returns a module and those below it; ``rows``: whose rows its GEMM computes."""
     yield Part(path, prefix, tuple(_leaves(params, rows)))
+    if "gate_kernel" in params:  # the FP8 state of experts is that of PyTorch's submodules
+        for name in ("fc1", "fc2"):
+            yield Part((*path, name), f"{prefix}{name}.", ())
     children = {name: value for name, value in params.items() if isinstance(value, Mapping)}
     is_attention = "out" in children and ("qkv" in children or "query" in children)
     is_layer = "mlp" in children and ("attention" in children or "self_attention" in children)
@@ -104,6 +120,9 @@ def _leaves(params: Mapping[str, Any], rows: tuple[str, ...]) -> Iterator[Leaf]:
             yield Leaf(name, (name,), 0)
         elif name in ("scale", "ln_bias"):
             yield Leaf(name, (f"{norm}{'weight' if name == 'scale' else 'bias'}",), 0)
+        elif "gate_kernel" in params and name in _MOE:
+            key, inputs = _MOE[name]
+            yield Leaf(name, (key,), inputs, name.startswith("w"))
         elif name in _MLP:
             yield Leaf(name, (_MLP[name],), 1 if name.endswith("kernel") else 0)
         elif name in ("kernel", "bias"):

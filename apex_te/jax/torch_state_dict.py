@@ -110,13 +110,16 @@ def _split(leaf: Leaf, array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
         yield leaf.keys[0], array
         return
     several = len(leaf.keys) > 1
-    wanted = leaf.inputs + 1 + (several or leaf.name.startswith("wi_"))
+    wanted = leaf.inputs + 1 + (several or leaf.is_stack or leaf.name.startswith("wi_"))
     if leaf.name == "softmax_offset":  # [1, heads, 1, 1]
         wanted = 4
     if (several or leaf.name not in ("kernel", "bias")) and array.ndim != wanted:
         raise ValueError(
             f"to_torch: {leaf.name} must have {wanted} dimensions {_APART}, got {list(array.shape)}"
         )
+    if leaf.is_stack:
+        yield leaf.keys[0], np.ascontiguousarray(array.swapaxes(1, -1))
+        return
     pieces = [array]
     if several:
         pieces = [array.take(i, axis=leaf.inputs) for i in range(len(leaf.keys))]
@@ -210,6 +213,9 @@ def _joined(leaf: Leaf, shape: tuple[int, ...], prefix: str, read: Any) -> np.nd
     """Returns a parameter of ``shape`` from the tensors of PyTorch that it is made of."""
     if leaf.inputs is None:
         return read(prefix + leaf.keys[0], shape)
+    if leaf.is_stack:
+        count, *rest = shape
+        return read(prefix + leaf.keys[0], (count, *rest[::-1])).swapaxes(1, -1)
     several = len(leaf.keys) > 1
     inputs, features = shape[: leaf.inputs], shape[leaf.inputs + several :]
     wanted = (math.prod(features), *((math.prod(inputs),) if inputs else ()))

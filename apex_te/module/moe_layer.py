@@ -16,10 +16,10 @@ from ..comm.exchange_parts import run_in_chunks
 from ..comm.expert_parallel import EXCHANGES, Dispatch, TokenDispatcher
 from ..comm.groups import check_process_group
 from ..comm.row_exchange import wire_recipe
-from ..ops._router_function import check_choice
 from ..recipe import BlockScaling
 from ..router import DenseRouting
 from ..runtime.named_arguments import check_count, did_you_mean, named_arguments
+from ..runtime.router_options import check_choice
 from ._core.arguments import (
     VAGUE,
     autocast_dtype,

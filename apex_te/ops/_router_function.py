@@ -10,43 +10,6 @@ from . import moe_router as _op
 from .binding import OpFunction, needs_autograd, once_differentiable
 
 
-def check_choice(
-    owner: str,
-    logits: torch.Tensor,
-    top_k: int,
-    score_function: str,
-    num_groups: int | None = None,
-    group_topk: int | None = None,
-) -> None:
-    """Raises ValueError or NotImplementedError unless a choice of experts is possible."""
-    if logits.dim() < 2:
-        raise ValueError(f"{owner}: logits must be [..., experts], got {list(logits.shape)}")
-    experts = logits.shape[-1]
-    if experts > _op.MAX_EXPERTS:
-        raise NotImplementedError(
-            f"{owner}: logits must have at most {_op.MAX_EXPERTS} experts, got {experts}"
-        )
-    if not 1 <= top_k <= experts:
-        raise ValueError(f"{owner}: top_k must be from 1 to the {experts} experts, got {top_k}")
-    if score_function not in _op.SCORE_FUNCTIONS:
-        raise ValueError(
-            f"{owner}: score_function must be 'softmax', 'sigmoid' or 'sqrtsoftplus', "
-            f"got {score_function!r}"
-        )
-    if not group_topk:
-        return
-    if not num_groups or num_groups < 1 or experts % num_groups or not 0 < group_topk <= num_groups:
-        raise ValueError(
-            f"{owner}: num_groups must divide {experts} experts and be at least group_topk, "
-            f"{group_topk}, got {num_groups}"
-        )
-    if not group_topk <= top_k <= group_topk * (experts // num_groups):
-        raise ValueError(
-            f"{owner}: top_k must be from group_topk, {group_topk}, to the number of experts in "
-            f"that many groups, got {top_k}"
-        )
-
-
 def run(
     logits: torch.Tensor,
     top_k: int,

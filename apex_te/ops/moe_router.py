@@ -10,16 +10,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..runtime.router_options import score_number
 from .binding import bind, checked
 
 _fwd = bind("moe_router", "moe_router_fwd")
 _bwd = bind("moe_router", "moe_router_bwd")
 
-# As csrc/moe_router/moe_router.h has them.
-MAX_EXPERTS = 1024
-SMALLEST = 1e-20  # added to sums of scores, which are divided by
-SCORE_FUNCTIONS = {"softmax": 0, "sigmoid": 2, "sqrtsoftplus": 3}
-_PRE_SOFTMAX = 1
+SMALLEST = 1e-20  # added to sums of scores, which are divided by (csrc/moe_router/moe_router.h)
 
 
 class RouterOutputs(NamedTuple):
@@ -82,7 +79,7 @@ def moe_router_fwd(
         ValueError: a shape or option does not match.
         NotImplementedError: there are more than 1024 experts.
     """
-    score = _score("moe_router_fwd", score_function, use_pre_softmax)
+    score = score_number("moe_router_fwd", score_function, use_pre_softmax)
     rows, experts = logits.shape
     forms = {
         "probs": ((rows, top_k), torch.float32),
@@ -138,7 +135,7 @@ def moe_router_bwd(
         TypeError: an argument has a dtype that is not listed.
         ValueError: a shape or option does not match.
     """
-    score = _score("moe_router_bwd", score_function, use_pre_softmax)
+    score = score_number("moe_router_bwd", score_function, use_pre_softmax)
     if grad_scores is not None and len(grad_scores) > 1 and grad_scores.stride(0) == 0:
         grad_scores = grad_scores[:1]  # of a sum over tokens: not to be written out for each
     given = [
@@ -149,18 +146,6 @@ def moe_router_bwd(
     grad = torch.empty_like(logits)
     _bwd(logits, index.contiguous(), *given, grad, score, scaling_factor or 1.0)
     return grad
-
-
-def _score(owner: str, score_function: str, use_pre_softmax: bool) -> int:
-    """Returns the kernels' number of a score function; ValueError if there is none."""
-    if score_function not in SCORE_FUNCTIONS:
-        raise ValueError(
-            f"{owner}: score_function must be 'softmax', 'sigmoid' or 'sqrtsoftplus', "
-            f"got {score_function!r}"
-        )
-    if use_pre_softmax and score_function == "softmax":
-        return _PRE_SOFTMAX
-    return SCORE_FUNCTIONS[score_function]
 
 
 def reference(

@@ -11,13 +11,14 @@ from .module import LayerNorm as LayerNorm
 from .module import LayerNormDenseGeneral as LayerNormDenseGeneral
 from .module import LayerNormMLP as LayerNormMLP
 from .module import TransformerEngineBase as TransformerEngineBase
+from .moe import MoEBlock as MoEBlock
 from .relative_position import RelativePositionBiases as RelativePositionBiases
 from .transformer import TransformerLayer as TransformerLayer
 from .transformer import TransformerLayerType as TransformerLayerType
 
 __all__ = [
     "DenseGeneral", "DotProductAttention", "LayerNorm", "LayerNormDenseGeneral", "LayerNormMLP",
-    "MultiHeadAttention", "RelativePositionBiases", "TransformerEngineBase", "TransformerLayer",
-    "TransformerLayerType", "extend_logical_axis_rules", "from_flax", "make_dot_general_cls",
-    "make_einsum_cls",
+    "MoEBlock", "MultiHeadAttention", "RelativePositionBiases", "TransformerEngineBase",
+    "TransformerLayer", "TransformerLayerType", "extend_logical_axis_rules", "from_flax",
+    "make_dot_general_cls", "make_einsum_cls",
 ]  # fmt: skip

@@ -38,7 +38,8 @@ _zeros = nn.initializers.zeros
 _norm_axes = ("embed",)
 
 
-def _kernel_init(given: Initializer | None) -> Initializer:
+def kernel_init_of(given: Initializer | None) -> Initializer:
+    """Returns an initializer of kernels, or the default for None."""
     return given or nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
 
 
@@ -270,7 +271,7 @@ def dense_parameters(layer: Any, inner: Sequence[int]) -> tuple[jax.Array, jax.A
     shape = math.prod(inner), math.prod(features)
 
     def init(key: Any, whole: Any, dtype: Any) -> jax.Array:
-        return _kernel_init(layer.kernel_init)(key, shape, dtype).reshape(whole)
+        return kernel_init_of(layer.kernel_init)(key, shape, dtype).reshape(whole)
 
     kernel = layer._parameter("kernel", init, (*inner, *features), layer.kernel_axes)
     bias = None
@@ -553,11 +554,11 @@ class LayerNormMLP(_Normed):
 
         def init_wi(key: Any, whole: Any, dtype: Any) -> jax.Array:
             parts = jax.random.split(key, acts)
-            kernels = [_kernel_init(init)(part, (width, dim), dtype) for part in parts]
+            kernels = [kernel_init_of(init)(part, (width, dim), dtype) for part in parts]
             return jnp.stack(kernels, axis=1)
 
         wi = self._parameter("wi_kernel", init_wi, (width, acts, dim), self.kernel_axes_1)
-        wo = self._parameter("wo_kernel", _kernel_init(init), (dim, width), self.kernel_axes_2)
+        wo = self._parameter("wo_kernel", kernel_init_of(init), (dim, width), self.kernel_axes_2)
         wi_bias = wo_bias = None
         if self.use_bias:
             wi_bias = self._parameter("wi_bias", self.bias_init, (acts, dim), self.bias_axes_1)

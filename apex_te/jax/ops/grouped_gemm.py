@@ -14,12 +14,25 @@ import jax.numpy as jnp
 
 from .. import _library
 from .._call import call
+from .._partition import vary_alike
 from . import _checks
 from ._checked import checked
-from .grouped_quantize import ALIGN, Groups, check_rows, decode, scale_rows
+from .block_quantize import block_dequantize
+from .grouped_quantize import (
+    ALIGN,
+    Groups,
+    block_values_of_columns,
+    check_rows,
+    decode,
+    scale_rows,
+)
 
-__all__ = ["contract_groups", "multiply_groups", "scaled_contract_groups", "scaled_multiply_groups"]
+__all__ = [
+    "block_contract_groups", "block_multiply_groups", "contract_groups", "multiply_groups",
+    "scaled_contract_groups", "scaled_multiply_groups",
+]  # fmt: skip
 
+_BLOCK = 128
 _GROUPED_FP8 = (9, 0)
 _S = jax.ShapeDtypeStruct
 
@@ -34,6 +47,8 @@ def multiply_groups(a: jax.Array, b: jax.Array, groups: Groups) -> jax.Array:
 def _multiplied(a: jax.Array, b: jax.Array, ends: jax.Array) -> jax.Array:
     """Computes ``multiply_groups`` with masked rows, one group after the other."""
     at = jnp.arange(a.shape[0])[:, None]
+    out = jnp.zeros((a.shape[0], b.shape[1]), a.dtype)
+    out, a, b, ends = vary_alike([out, a, b, ends])
 
     def add(out: jax.Array, group: tuple[Any, ...]) -> tuple[jax.Array, None]:
         matrix, begin, end = group
@@ -42,7 +57,6 @@ def _multiplied(a: jax.Array, b: jax.Array, ends: jax.Array) -> jax.Array:
         product = _dot(jnp.where(own, a, 0), matrix.T).astype(a.dtype)
         return jnp.where(own, product, out), None
 
-    out = jnp.zeros((a.shape[0], b.shape[1]), a.dtype)
     return jax.lax.scan(add, out, (b, *_places(ends)))[0]
 
 
@@ -192,3 +206,63 @@ def _checked(
     a_scale = _checks.has_shape(name, "a_scale_inv", a_scale, a_shape)
     b_scale = _checks.has_dtype(name, "b_scale_inv", b_scale_inv, ["float32"])
     return a, a_scale, b, _checks.has_shape(name, "b_scale_inv", b_scale, (num_groups,))
+
+
+@checked
+def block_multiply_groups(
+    a: jax.Array, a_scale_inv: jax.Array, b: jax.Array, b_scale_inv: jax.Array, groups: Groups
+) -> jax.Array:
+    """Computes ``multiply_groups`` of FP8 data with block scales, in bfloat16.
+
+    ``a`` is a rowwise copy of ``grouped_cast.cast_source``, ``b`` a copy of
+    ``block_quantize_matrices``.
+    """
+    name = "block_multiply_groups"
+    _check_operands(name, a, b, groups)
+
+    def decoded(a: Any, a_scale: Any, b: Any, b_scale: Any, ends: Any) -> jax.Array:
+        x = block_dequantize(a, a_scale, jnp.float32)
+        scales = jnp.repeat(b_scale, _BLOCK, 1)[:, : b.shape[1]]
+        scales = jnp.repeat(scales, _BLOCK, 2)[:, :, : b.shape[2]]
+        w = decode(b).astype(jnp.float32) * scales
+        return _multiplied(x, w, ends).astype(jnp.bfloat16)
+
+    def multiplied(a: Any, a_scale: Any, b: Any, b_scale: Any, ends: Any) -> jax.Array:
+        given = {"a": a, "a_scale_inv": a_scale, "b": b, "b_scale_inv": b_scale, "ends": ends}
+        results = {"out": _S((a.shape[0], b.shape[1]), jnp.bfloat16)}
+        return call("grouped_gemm", "grouped_block_multiply", results, **given)["out"]
+
+    on_gpu = multiplied if _multiplies_codes(a, b) else decoded
+    operands = a, a_scale_inv, b, b_scale_inv, groups.ends
+    return jax.lax.platform_dependent(*operands, cpu=decoded, cuda=on_gpu)
+
+
+@checked
+def block_contract_groups(
+    a: jax.Array,
+    a_scale_inv: jax.Array,
+    b: jax.Array,
+    b_scale_inv: jax.Array,
+    groups: Groups,
+    wide: bool = False,
+) -> jax.Array:
+    """Computes ``contract_groups`` of columnwise FP8 data with block scales.
+
+    Both are columnwise copies of ``grouped_cast.cast_source``; b's blocks are 1x128. With ``wide``
+    the result is float32 instead of bfloat16.
+    """
+    dtype = jnp.float32 if wide else jnp.bfloat16
+
+    def decoded(a: Any, a_scale: Any, b: Any, b_scale: Any, ends: Any) -> jax.Array:
+        x, y = (block_values_of_columns(*each, ends) for each in ((a, a_scale), (b, b_scale)))
+        return _contracted(x, y.T, jnp.clip(ends, 0, a.shape[1]), True).astype(dtype)
+
+    def contracted(a: Any, a_scale: Any, b: Any, b_scale: Any, ends: Any) -> jax.Array:
+        given = {"a": a, "a_scale_inv": a_scale, "b": b, "b_scale_inv": b_scale, "ends": ends}
+        results = {"out": _S((ends.size, a.shape[0], b.shape[0]), dtype)}
+        given |= {"accumulate": False, "b_block_rows": 1}
+        return call("grouped_gemm", "grouped_block_contract", results, **given)["out"]
+
+    on_gpu = contracted if _multiplies_codes(a, b) else decoded
+    operands = a, a_scale_inv, b, b_scale_inv, groups.column_ends
+    return jax.lax.platform_dependent(*operands, cpu=decoded, cuda=on_gpu)

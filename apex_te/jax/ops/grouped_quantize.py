@@ -1,4 +1,4 @@
-"""Casts groups of rows, such as each expert's tokens, to FP8, with a scale for each group.
+"""Casts groups of rows, such as each expert's tokens, to FP8, with a scale for each group or block.
 
 The numbers of rows are on the device. The groups lie one after the other in a matrix; its rows
 after the last group are padding, which no function here reads.
@@ -13,19 +13,23 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ...runtime.op_options import scales_number
 from .._call import Stacked, call
+from .._partition import vary_alike
 from . import _checks
 from ._checked import checked
 from ._contract import whole_call
+from .block_quantize import block_quantize, scale_shape
 
 __all__ = [
-    "ALIGN", "GroupedOutput", "Groups", "check_rows", "column_sums", "decode", "finish_rows",
-    "first_scales", "groups_of", "quantize_groups", "quantize_matrices", "scale_rows", "scales_of",
-    "zero_unused",
+    "ALIGN", "GroupedOutput", "Groups", "block_quantize_matrices", "block_values_of_columns",
+    "check_rows", "column_sums", "decode", "finish_rows", "first_scales", "groups_of",
+    "quantize_groups", "quantize_matrices", "scale_rows", "scales_of", "zero_unused",
 ]  # fmt: skip
 
 # csrc/grouped_quantize/grouped_quantize.h
 ALIGN = 16  # a group's columns in the columnwise copy
+_BLOCK = 128
 _MAX_GROUPS = 1023
 _MOST_ROWS = 2**31 - 1
 
@@ -56,6 +60,58 @@ class Groups:
     def columns(self) -> int:
         """Number of columns of the columnwise copy, enough for any split of the rows."""
         return -(-self.rows // ALIGN) * ALIGN + self.num_groups * ALIGN
+
+    @property
+    def lines(self) -> int:
+        """Number of lines of the scales of a columnwise copy in blocks."""
+        return self.columns // _BLOCK + self.num_groups
+
+
+class Alignment(NamedTuple):
+    """Copies of groups in rows of which each group begins at a multiple of ``multiple``.
+
+    A group has at least one multiple there; its rows beyond its own are zeros. ``begins`` and
+    ``ends``, int32 [groups], are the places of the groups, ``rows`` is the number of rows.
+    """
+
+    groups: Groups
+    multiple: int
+    begins: jax.Array
+    ends: jax.Array
+    rows: int
+
+    @classmethod
+    def of(cls, groups: Groups, multiple: int) -> Alignment:
+        """Returns the places of groups that are aligned to ``multiple``."""
+        sizes = jnp.diff(groups.ends, prepend=0)
+        padded = jnp.maximum(-(-sizes // multiple), 1) * multiple
+        ends = jnp.cumsum(padded, dtype=jnp.int32)
+        rows = -(-groups.rows // multiple) * multiple + groups.num_groups * multiple
+        return cls(groups, multiple, ends - padded, ends, rows)
+
+    def as_groups(self) -> Groups:
+        """Returns the aligned groups as groups that follow one another."""
+        return groups_of(self.ends - self.begins, self.rows)
+
+    def copies(self, x: jax.Array) -> jax.Array:
+        """Returns the rows of ``x`` in their aligned places."""
+        at = jnp.arange(self.rows, dtype=jnp.int32)
+        group = group_of(self.ends, at)
+        begins = begins_of(self.groups.ends)
+        source = begins[group] + at - self.begins[group]
+        is_row = (source < self.groups.ends[group]) & (at < self.ends[-1])
+        rows = x[jnp.where(is_row, source, 0)] if len(x) else jnp.zeros((1, x.shape[1]), x.dtype)
+        return jnp.where(is_row[:, None], rows, 0)
+
+
+def begins_of(ends: jax.Array) -> jax.Array:
+    """Returns where groups begin that follow one another."""
+    return jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
+
+
+def group_of(ends: jax.Array, at: jax.Array) -> jax.Array:
+    """Returns the group of each place, the last one's for places after it."""
+    return jnp.minimum(jnp.searchsorted(ends, at, side="right"), ends.size - 1)
 
 
 class GroupedOutput(NamedTuple):
@@ -161,6 +217,7 @@ def quantize_matrices(
     scale: jax.Array,
     fp8_dtype: Any,
     *,
+    groups: Groups | None = None,
     rowwise: bool = True,
     columnwise: bool = True,
     amax: jax.Array | None = None,
@@ -168,7 +225,8 @@ def quantize_matrices(
 ) -> GroupedOutput:
     """Quantizes one matrix for each group, all of one shape and dtype, in one launch.
 
-    ``matrices`` may also be one array [groups, rows, cols].
+    ``matrices`` may also be one array [groups, rows, cols]. With ``groups`` those of groups without
+    rows are left out: their FP8 data are undefined, and their amax is the given one.
     """
     name = "grouped_quantize_matrices"
     if isinstance(matrices, (list, tuple)):
@@ -188,7 +246,68 @@ def quantize_matrices(
     if columnwise:
         results["columnwise"] = _S((count, *shape[::-1]), dtype)
     given = _of_groups(name, count, scale=scale, amax=amax, scale_inv=scale_inv)
+    if groups is not None:
+        given["table"] = groups.table
     return _quantized(name, results, {**given, "matrices": passed}, count)
+
+
+@checked
+def block_quantize_matrices(
+    matrices: jax.Array,
+    fp8_dtype: Any,
+    *,
+    groups: Groups,
+    rowwise: bool = True,
+    columnwise: bool = True,
+    scales: str = "pow2",
+    eps: float = 0.0,
+) -> GroupedOutput:
+    """Quantizes matrices [groups, rows, cols] with a scale for each 128x128 block, in one launch.
+
+    On a CPU those of groups without rows are quantized, too.
+    """
+    name = "grouped_block_quantize_matrices"
+    dtype = _checks.fp8_dtype_of(name, fp8_dtype)
+    stack = _checks.has_ndim(name, "matrices", matrices, 3)
+    count, *shape = stack.shape
+    results: dict[str, Any] = {}
+    for side, is_wanted in (("rowwise", rowwise), ("columnwise", columnwise)):
+        if is_wanted:
+            results[side] = _S((count, *shape), jnp.dtype(dtype))
+            lines = count, *scale_shape(*shape, _BLOCK)
+            results[f"{side}_scale_inv"] = _S(lines, jnp.float32)
+        shape = shape[::-1]
+    options: dict[str, Any] = {"block_rows": _BLOCK, "scales": scales, "eps": eps}
+
+    def on_cpu(stack: jax.Array, table: jax.Array) -> dict[str, jax.Array]:
+        def one(matrix: jax.Array) -> dict[str, jax.Array]:
+            made = block_quantize(matrix, dtype, rowwise=rowwise, columnwise=columnwise, **options)
+            return {each: getattr(made, each) for each in results}
+
+        return jax.lax.map(one, stack)
+
+    def on_gpu(stack: jax.Array, table: jax.Array) -> dict[str, jax.Array]:
+        number = scales_number(name, scales, None)
+        given = {"matrices": Stacked(stack), "table": table, "eps": float(eps), "scales": number}
+        return call(_OP, name, results, **given)
+
+    operands = vary_alike([stack, groups.table])
+    made = jax.lax.platform_dependent(*operands, cpu=on_cpu, cuda=on_gpu)
+    names = ("rowwise", "columnwise", "columnwise_scale_inv", "rowwise_scale_inv")
+    return GroupedOutput(*map(made.get, names), None)
+
+
+@checked
+def block_values_of_columns(
+    fp8_data: jax.Array, scale_inv: jax.Array, column_ends: jax.Array
+) -> jax.Array:
+    """Decodes a columnwise copy of ``block_quantize_groups`` to float32 [cols, columns]."""
+    at = jnp.arange(fp8_data.shape[1], dtype=jnp.int32)
+    group = group_of(column_ends, at)
+    begin = begins_of(column_ends)[group]
+    line = begin // _BLOCK + group + jnp.maximum(at - begin, 0) // _BLOCK
+    factor = scale_inv[jnp.minimum(line, scale_inv.shape[0] - 1), : fp8_data.shape[0]]
+    return decode(fp8_data).astype(jnp.float32) * factor.T
 
 
 @checked

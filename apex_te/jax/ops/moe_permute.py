@@ -20,7 +20,7 @@ from ._gradient import flag, is_wanted, materialised
 
 __all__ = [
     "MAX_EXPERTS", "RowMap", "make_chunk_map", "make_map", "permute", "permute_bwd", "permute_by",
-    "sort_chunks", "unpermute", "unpermute_bwd",
+    "sort_chunks", "tokens_of_rows", "unpermute", "unpermute_bwd",
 ]  # fmt: skip
 
 # As csrc/moe_permute/moe_permute.h has them.
@@ -298,6 +298,21 @@ def _check_differentiable(op: str, inp: jax.Array) -> None:
             f"{op}: inp must have dtype float32, float16 or bfloat16 to have a gradient, "
             f"got {inp.dtype.name}"
         )
+
+
+@checked
+def tokens_of_rows(
+    row_id_map: jax.Array, num_rows: int, probs: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array | None]:
+    """Returns the token of each row, -1 for a row without a copy, and its prob."""
+    name = "moe_tokens_of_rows"
+    tokens, width = _map_shape(name, row_id_map)
+    results, given = {"out": _S((num_rows,), jnp.int32)}, {"row_id_map": row_id_map}
+    if probs is not None:
+        given["probs"] = _checked_probs(name, probs, jnp.uint8, (tokens, width))
+        results["permuted_probs"] = _S((num_rows,), given["probs"].dtype)
+    made = call(_OP, name, results, **given)
+    return made["out"], made.get("permuted_probs")
 
 
 @checked

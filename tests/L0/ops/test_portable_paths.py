@@ -10,8 +10,9 @@ from public_functions import FORMS, PADDED_FORMS, UNFILLED, find, in_dtype, make
 from test_storage_of_functions import OTHER_DTYPES
 from torch.utils._pytree import tree_leaves, tree_map
 
-from apex_te.ops import activation, moe_router, swiglu
+from apex_te.ops import activation, swiglu
 from apex_te.runtime.op_options import BLOCK_SCALES
+from apex_te.runtime.router_options import SCORE_FUNCTIONS
 
 NAMES = [*FORMS, *PADDED_FORMS]
 OPS = sorted({name.partition(".")[0] for name in NAMES})
@@ -26,7 +27,7 @@ OPTIONS = {
     "kind": activation.KINDS,
     "pow2": (True, False),
     "scales": BLOCK_SCALES,
-    "score_function": moe_router.SCORE_FUNCTIONS,
+    "score_function": SCORE_FUNCTIONS,
     "use_pre_softmax": (True, False),
 }
 # Lists whose tensors may have any dtype.

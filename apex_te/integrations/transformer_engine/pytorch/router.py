@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ....ops._router_function import check_choice, run
+from ....ops._router_function import run
 from ....router import load_balance_loss, topk_router_dense
 from ....runtime.named_arguments import named_arguments
+from ....runtime.router_options import check_choice
 from .._names import neutral
 
 __all__ = [
