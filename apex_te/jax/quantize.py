@@ -121,8 +121,9 @@ class QuantizerFactory:
             recipe = _recipe_of(name, scaling_mode, fwd_dtype, bwd_dtype)
         made = noop_quantizer_set
         if recipe is not None:
-            is_delayed = isinstance(recipe, DelayedScaling)
-            state = fp8_state.initial(recipe, n_groups or 1) if is_delayed else None
+            state = None
+            if isinstance(recipe, DelayedScaling):
+                state = fp8_state.initial(recipe, n_groups or 1)
             made = QuantizerSet(recipe, state)
         return made if n_quantizer_sets == 1 else (made,) * n_quantizer_sets
 

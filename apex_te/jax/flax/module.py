@@ -204,7 +204,7 @@ class TransformerEngineBase(nn.Module):
         def first(key: Any, shape: Any, dtype: Any) -> jax.Array:
             # As many inputs as a kernel has, whatever is beside the rank.
             whole = math.prod(inner), math.prod(lead) * rank
-            return _kernel_init(init)(key, whole, dtype).reshape(shape)
+            return kernel_init_of(init)(key, whole, dtype).reshape(shape)
 
         shapes = (*inner, *lead, rank), (*lead, rank, last)
         a, b = (
