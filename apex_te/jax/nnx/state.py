@@ -123,7 +123,8 @@ def _read_fwd(state: Any, writes: Any, parameters: Any) -> tuple[Any, Any]:
 
 
 def _read_bwd(kept: Any, gradients: Any) -> tuple[None, None, None]:
-    _write(*kept, gradients)
+    state, writes, before = kept
+    _write(state, writes, before, gradients)
     return None, None, None
 
 
