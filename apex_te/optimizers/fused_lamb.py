@@ -27,8 +27,8 @@ class FusedLAMB(FusedOptimizer):
     float32 copies of a rank's shards.
 
     Args:
-        params: parameters or parameter groups, in float32, float16, bfloat16 or, with master weights,
-            FP8.
+        params: parameters or parameter groups, in float32, float16, bfloat16 or, with master
+            weights, FP8.
         lr, bias_correction, betas, eps, weight_decay, amsgrad, adam_w_mode, set_grad_none,
             capturable, master_weights, master_weight_dtype, exp_avg_dtype, exp_avg_sq_dtype: as in
             ``FusedAdam``; the defaults of ``eps`` and ``weight_decay`` are LAMB's.

@@ -23,8 +23,8 @@ class FusedSGD(FusedOptimizer):
     dampening, ``master_param`` with master weights.
 
     Args:
-        params: parameters or parameter groups, in float32, float16, bfloat16 or, with master weights,
-            FP8.
+        params: parameters or parameter groups, in float32, float16, bfloat16 or, with master
+            weights, FP8.
         lr, set_grad_none, capturable, master_weights, master_weight_dtype: as in ``FusedAdam``.
         momentum: factor of the momentum buffer at each step; 0 keeps no buffers.
         dampening: the gradient is added to the momentum buffer with weight ``1 - dampening``; at

@@ -155,7 +155,8 @@ def from_flax(
             f"from_flax: model must be a flax.linen.Module or a flax.nnx.Module, got"
             f" {type(model).__name__}"
         )
-    kind = _switched(type(model), switch)
+    given_kind: Any = type(model)
+    kind = _switched(given_kind, switch)
     fields = model.__dataclass_fields__.values()
     given = {f.name: getattr(model, f.name) for f in fields if f.init and f.name != "parent"}
     return kind(**given, parent=model.parent)
@@ -259,12 +260,12 @@ def _converted_nnx(model: nnx.Module, switch: _Switch) -> nnx.Module:
     tables = {(p[:-1], layer.num_embeddings) for p, layer in layers if isinstance(layer, nnx.Embed)}
     used: set[Any] = set()
     for path, layer in layers:
-        attribute, plain = "dot_general", (None, jax.lax.dot_general)
+        attribute, plain = "dot_general", jax.lax.dot_general
         if isinstance(layer, nnx.Einsum):
-            attribute, plain = "einsum_op", (jax.numpy.einsum,)
+            attribute, plain = "einsum_op", jax.numpy.einsum
         elif not isinstance(layer, (nnx.Linear, nnx.LinearGeneral)):
             continue
-        if getattr(layer, attribute) in plain and switch.chooses(path, layer, tables, used):
+        if getattr(layer, attribute) in (None, plain) and switch.chooses(path, layer, tables, used):
             setattr(layer, attribute, einsum if attribute == "einsum_op" else dot_general)
     switch.check(used)
     return model
