@@ -135,16 +135,17 @@ class _Casts:
         self, product: str, q: op.GroupedOutput, matrices: Any, groups: op.Groups, dtype: Any
     ) -> jax.Array:
         """Multiplies each row by its group's matrix, given with its scales."""
-        out = scaled_multiply_groups(
-            q.rowwise, q.row_scale_inv, *matrices, groups, not self._split[product]
-        )
+        codes, scales = matrices
+        fast = not self._split[product]
+        out = scaled_multiply_groups(q.rowwise, q.row_scale_inv, codes, scales, groups, fast)
         return out.astype(dtype)
 
     def contract(self, x: Any, qdy: op.GroupedOutput, groups: op.Groups, dtype: Any) -> jax.Array:
         """Multiplies each group's columns of x, given with their scales, by those of dy."""
+        codes, scales = x
         made = scaled_contract_groups(
-            *x, qdy.columnwise, qdy.scale_inv, groups.column_ends, not self._split["wgrad"],
-            dtype == jnp.float32,
+            codes, scales, qdy.columnwise, qdy.scale_inv, groups.column_ends,
+            not self._split["wgrad"], dtype == jnp.float32,
         )  # fmt: skip
         return made.astype(dtype)
 
@@ -183,13 +184,13 @@ def _layer(recipe: Recipe | None) -> Callable[..., jax.Array]:
 
     def fwd(x: Any, kernel: Any, bias: Any, groups: Any, state: Any) -> Any:
         wanted = flag(x), flag(kernel), flag(bias)
-        primals = [None if p is None else p.value for p in (x, kernel, bias)]
+        own = x.value, kernel.value, None if bias is None else bias.value
         groups = op.Groups(groups.table.value, groups.rows, groups.num_groups)
         before = fp8_state.differentiated(state, (kernel, bias))
         entered = before if casts is None else casts.entered(before)
         keep = is_wanted(wanted[0]), is_wanted(wanted[1])
-        y, kept, moved = forward(*primals, groups, entered, keep)
-        kinds = [None if p is None else Kind(jax.typeof(p)) for p in primals]
+        y, kept, moved = forward(own[0], own[1], own[2], groups, entered, keep)
+        kinds = [None if p is None else Kind(jax.typeof(p)) for p in own]
         return y, (wanted, kinds, kept, groups, moved, before)
 
     def bwd(residuals: Any, dy: Any) -> Any:

@@ -54,7 +54,7 @@ def in_dtype(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns a norm's parameters in float32, or in x's dtype if they have another."""
     made = [p if p is None or p.dtype == "float32" else p.astype(x.dtype) for p in (scale, bias)]
-    return made[0], made[1]  # type: ignore[return-value]
+    return made[0], made[1]
 
 
 def normalised(x: jax.Array, norm: Norm, scale: jax.Array, bias: jax.Array | None) -> jax.Array:

@@ -130,11 +130,12 @@ def norm_mlp(
         y = gated_mlp(h, (None, None, *given), state, gate)
         return checkpoint_name(y, between.names[1]), normed
     adapters = between.adapters or (None, None)
-    h = _adapted(dense_with_state(h, *given[:2], state, 0), h, adapters[0])
+    wi, wi_bias, wo, wo_bias = given
+    h = _adapted(dense_with_state(h, wi, wi_bias, state, 0), h, adapters[0])
     h = checkpoint_name(h, between.names[0])
     h = activated(owner, h, between.acts, between.params)
     h = placed(h if between.drop is None else between.drop(h), between.dot_2_axes)
-    y = _adapted(dense_with_state(h, *given[2:], state, 1), h, adapters[1])
+    y = _adapted(dense_with_state(h, wo, wo_bias, state, 1), h, adapters[1])
     return checkpoint_name(y, between.names[1]), normed
 
 

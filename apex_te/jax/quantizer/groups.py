@@ -12,7 +12,7 @@ from ...recipe import Recipe
 from .. import _library
 from ..checkpoint_policies import FP8_CAST_NAME, named
 from ..ops import grouped_cast, grouped_gemm, grouped_quantize
-from ..ops.grouped_cast import BlockRule, Gather, GroupScales, Source
+from ..ops.grouped_cast import BlockRule, Gated, GatedGradient, Gather, GroupScales, Source
 from ..ops.grouped_quantize import Alignment, GroupedOutput, Groups
 from ..ops.mx_quantize import mx_dequantize, mx_quantize
 
@@ -38,9 +38,10 @@ class GroupCast(NamedTuple):
 def _cast_of(made: GroupedOutput, grads: Any = None) -> GroupCast:
     """Returns what an op made; a cast without block scales has ``scale_inv`` for both copies."""
     of_rows = made.scale_inv if made.row_scale_inv is None else made.row_scale_inv
-    pairs: Any = (made.rowwise, of_rows), (made.columnwise, made.scale_inv)
-    copies = (None if pair[0] is None else pair for pair in pairs)
-    return GroupCast(*copies, made.amax, *(grads or ()))
+    rows = None if made.rowwise is None or of_rows is None else (made.rowwise, of_rows)
+    columns = None if made.columnwise is None else (made.columnwise, made.scale_inv)
+    factor_grad, bias_grad = grads or (None, None)
+    return GroupCast(rows, columns, made.amax, factor_grad, bias_grad)
 
 
 class GroupQuantizer:
@@ -86,7 +87,7 @@ class Delayed(GroupQuantizer):
         start = jnp.zeros(groups.num_groups, jnp.float32)
         nothing: dict[str, Any] = {"rowwise": False, "columnwise": False}
         dtype = self._dtypes[role]
-        if not isinstance(source, tuple):
+        if not isinstance(source, (Gather, Gated, GatedGradient)):
             cast = grouped_quantize.quantize_matrices
             made = cast(source, start, dtype, groups=groups, amax=start, **nothing)
         else:
@@ -109,11 +110,15 @@ class Delayed(GroupQuantizer):
 
     def multiply(self, product: str, a: Any, b: Any, groups: Groups, dtype: Any) -> jax.Array:
         fast = self._fast[product]
-        return grouped_gemm.scaled_multiply_groups(*a, *b, groups, fast).astype(dtype)
+        (a, a_inv), (b, b_inv) = a, b
+        y = grouped_gemm.scaled_multiply_groups(a, a_inv, b, b_inv, groups, fast)
+        return y.astype(dtype)
 
     def contract(self, x: Any, dy: Any, groups: Groups, dtype: Any) -> jax.Array:
         ends, fast = groups.column_ends, self._fast["wgrad"]
-        return grouped_gemm.scaled_contract_groups(*x, *dy, ends, fast).astype(dtype)
+        (x, x_inv), (dy, dy_inv) = x, dy
+        y = grouped_gemm.scaled_contract_groups(x, x_inv, dy, dy_inv, ends, fast)
+        return y.astype(dtype)
 
 
 class Current(Delayed):
@@ -153,10 +158,12 @@ class Block(GroupQuantizer):
         return _cast_of(cast(stack, dtype, groups=groups, **self._options, **copies))
 
     def multiply(self, product: str, a: Any, b: Any, groups: Groups, dtype: Any) -> jax.Array:
-        return grouped_gemm.block_multiply_groups(*a, *b, groups).astype(dtype)
+        (a, a_inv), (b, b_inv) = a, b
+        return grouped_gemm.block_multiply_groups(a, a_inv, b, b_inv, groups).astype(dtype)
 
     def contract(self, x: Any, dy: Any, groups: Groups, dtype: Any) -> jax.Array:
-        return grouped_gemm.block_contract_groups(*x, *dy, groups).astype(dtype)
+        (x, x_inv), (dy, dy_inv) = x, dy
+        return grouped_gemm.block_contract_groups(x, x_inv, dy, dy_inv, groups).astype(dtype)
 
 
 class MX(GroupQuantizer):
