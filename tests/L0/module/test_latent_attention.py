@@ -275,7 +275,7 @@ def test_packed_sequences(device):
 
 @pytest.mark.cover(0)
 @pytest.mark.parametrize(
-    ("name", "recompute"), [("tensorwise", True), ("bf16 or fp32", False), ("bf16 or fp32", True)]
+    ("name", "recompute"), [("bf16 or fp32", True), ("bf16 or fp32", False), ("tensorwise", True)]
 )
 def test_compiles_in_one_graph(name, recompute, device):
     recipe = RECIPES[name]
