@@ -29,7 +29,6 @@ __all__ = [
 _BLOCK, _VECTOR = 128, 8
 _OP = "grouped_cast"
 _S = jax.ShapeDtypeStruct
-_BLOCK_PARAMETERS = ("rowwise", "columnwise", "columnwise_scale_inv", "rowwise_scale_inv")
 
 
 class Gather(NamedTuple):
@@ -132,7 +131,7 @@ def cast_source(
         if isinstance(scaling, BlockRule):
             options = {**scaling._asdict(), "scales": BLOCK_SCALES.index(scaling.scales)}
             made = call(_OP, "grouped_block_cast", written, **given, **options)
-            out = GroupedOutput(*(made.get(name) for name in _BLOCK_PARAMETERS), None)
+            out = grouped_quantize.blocks_of(made)
         else:
             given |= {name: x for name, x in scales._asdict().items() if x is not None}
             if scales.scale_inv is None:
@@ -208,7 +207,8 @@ def rows_of(
         rows = source.x[jnp.where(is_row, source.row_of, 0)]
         other = jnp.where(source.row_of == -1, 0, jnp.nan).astype(rows.dtype)
         return jnp.where(is_row[:, None], rows, other[:, None]), SourceGrads(None, None)
-    x, dtype, gate = source.x, source.x.dtype, {"activation": source.activation}
+    x, dtype = source.x, source.x.dtype
+    gate: dict[str, Any] = {"activation": source.activation}
     if source.bias is not None:
         x = grouped_quantize.finish_rows(x, groups, source.bias)
     wide, factor = x.astype(jnp.float32), source.factor[:, None]
@@ -219,7 +219,8 @@ def rows_of(
     if factor_grad:
         used = jnp.arange(len(x)) < groups.ends[-1]
         of_factor = jnp.where(used, (grad * swiglu_fwd(wide, **gate)).sum(1), 0)
-    rows = swiglu_bwd(grad * factor, wide, **gate).astype(dtype)
+    made: Any = swiglu_bwd(grad * factor, wide, **gate)
+    rows = made.astype(dtype)
     if bias_grad:
         of_bias = grouped_quantize.column_sums(rows.astype(jnp.float32), groups).astype(dtype)
     return rows, SourceGrads(of_factor, of_bias)
@@ -239,7 +240,7 @@ def _block_cast(
         aligned = Alignment.of(groups, _BLOCK)
         made = block_quantize(aligned.copies(x), dtype.name, rowwise=False, **options)
         by_column = _placed(aligned, *made[2:], rule.columnwise_block_rows)
-    return GroupedOutput(by_row[0], *by_column, by_row[1], None)
+    return GroupedOutput(by_row[0], by_column[0], by_column[1], by_row[1], None)
 
 
 def _placed(

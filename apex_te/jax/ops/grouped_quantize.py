@@ -274,7 +274,7 @@ def block_quantize_matrices(
     for side, is_wanted in (("rowwise", rowwise), ("columnwise", columnwise)):
         if is_wanted:
             results[side] = _S((count, *shape), jnp.dtype(dtype))
-            lines = count, *scale_shape(*shape, _BLOCK)
+            lines = count, *scale_shape(shape[0], shape[1], _BLOCK)
             results[f"{side}_scale_inv"] = _S(lines, jnp.float32)
         shape = shape[::-1]
     options: dict[str, Any] = {"block_rows": _BLOCK, "scales": scales, "eps": eps}
@@ -293,8 +293,15 @@ def block_quantize_matrices(
 
     operands = vary_alike([stack, groups.table])
     made = jax.lax.platform_dependent(*operands, cpu=on_cpu, cuda=on_gpu)
-    names = ("rowwise", "columnwise", "columnwise_scale_inv", "rowwise_scale_inv")
-    return GroupedOutput(*map(made.get, names), None)
+    return blocks_of(made)
+
+
+def blocks_of(made: dict[str, Any]) -> GroupedOutput:
+    """Returns what a cast in blocks wrote, by parameter, as a ``GroupedOutput``."""
+    row, col, col_scales, row_scales = map(
+        made.get, ("rowwise", "columnwise", "columnwise_scale_inv", "rowwise_scale_inv")
+    )
+    return GroupedOutput(row, col, col_scales, row_scales, None)
 
 
 @checked

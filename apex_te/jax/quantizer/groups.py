@@ -39,8 +39,9 @@ def _cast_of(made: GroupedOutput, grads: Any = None) -> GroupCast:
     """Returns what an op made; a cast without block scales has ``scale_inv`` for both copies."""
     of_rows = made.scale_inv if made.row_scale_inv is None else made.row_scale_inv
     pairs: Any = (made.rowwise, of_rows), (made.columnwise, made.scale_inv)
-    copies = (None if pair[0] is None else pair for pair in pairs)
-    return GroupCast(*copies, made.amax, *(grads or ()))
+    by_row, by_column = (None if pair[0] is None else pair for pair in pairs)
+    of_factor, of_bias = grads or (None, None)
+    return GroupCast(by_row, by_column, made.amax, of_factor, of_bias)
 
 
 class GroupQuantizer:
@@ -86,15 +87,16 @@ class Delayed(GroupQuantizer):
         start = jnp.zeros(groups.num_groups, jnp.float32)
         nothing: dict[str, Any] = {"rowwise": False, "columnwise": False}
         dtype = self._dtypes[role]
+        given: Any = source
         if not isinstance(source, tuple):
             cast = grouped_quantize.quantize_matrices
-            made = cast(source, start, dtype, groups=groups, amax=start, **nothing)
+            made = cast(given, start, dtype, groups=groups, amax=start, **nothing)
         else:
             if isinstance(source, Gather) and _repeats_rows(source):
                 largest = jnp.abs(source.x).max(1, keepdims=True)
-                source = source._replace(x=jnp.tile(largest, (1, 8)))
+                given = source._replace(x=jnp.tile(largest, (1, 8)))
             scales = GroupScales(start, amax=start)
-            made, _ = grouped_cast.cast_source(source, groups, dtype, scales, **nothing)
+            made, _ = grouped_cast.cast_source(given, groups, dtype, scales, **nothing)
         assert made.amax is not None
         return made.amax
 
@@ -108,12 +110,12 @@ class Delayed(GroupQuantizer):
         return GroupScales(scale, amax=jnp.zeros(groups.num_groups, jnp.float32))
 
     def multiply(self, product: str, a: Any, b: Any, groups: Groups, dtype: Any) -> jax.Array:
-        fast = self._fast[product]
-        return grouped_gemm.scaled_multiply_groups(*a, *b, groups, fast).astype(dtype)
+        operands = a[0], a[1], b[0], b[1], groups, self._fast[product]
+        return grouped_gemm.scaled_multiply_groups(*operands).astype(dtype)
 
     def contract(self, x: Any, dy: Any, groups: Groups, dtype: Any) -> jax.Array:
-        ends, fast = groups.column_ends, self._fast["wgrad"]
-        return grouped_gemm.scaled_contract_groups(*x, *dy, ends, fast).astype(dtype)
+        operands = x[0], x[1], dy[0], dy[1], groups.column_ends, self._fast["wgrad"]
+        return grouped_gemm.scaled_contract_groups(*operands).astype(dtype)
 
 
 class Current(Delayed):
@@ -153,10 +155,12 @@ class Block(GroupQuantizer):
         return _cast_of(cast(stack, dtype, groups=groups, **self._options, **copies))
 
     def multiply(self, product: str, a: Any, b: Any, groups: Groups, dtype: Any) -> jax.Array:
-        return grouped_gemm.block_multiply_groups(*a, *b, groups).astype(dtype)
+        operands = a[0], a[1], b[0], b[1], groups
+        return grouped_gemm.block_multiply_groups(*operands).astype(dtype)
 
     def contract(self, x: Any, dy: Any, groups: Groups, dtype: Any) -> jax.Array:
-        return grouped_gemm.block_contract_groups(*x, *dy, groups).astype(dtype)
+        operands = x[0], x[1], dy[0], dy[1], groups
+        return grouped_gemm.block_contract_groups(*operands).astype(dtype)
 
 
 class MX(GroupQuantizer):
