@@ -104,13 +104,13 @@ class MoEBlock(TransformerEngineBase):
         if self.use_expert_routing_bias:
             init = self.expert_bias_init
             expert_bias = self.param("expert_bias", init, (self.num_experts,), jnp.float32)
-        wi_bias, wo_bias = (None if b is None else b.astype(x.dtype) for b in biases)
+        wi_bias, wo_bias = (None if p is None else p.astype(x.dtype) for p in biases)
         made = moe(
             x, gate, wi.astype(x.dtype), wo.astype(x.dtype), wi_bias, wo_bias, expert_bias,
             num_experts_per_tok=self.num_experts_per_tok, activation_type=self.activation_type,
-            score_function=self.score_function,
-            use_pre_softmax=self.use_pre_softmax, num_groups=self.num_groups,
-            group_topk=self.group_topk, scaling_factor=self.scaling_factor,
+            score_function=self.score_function, use_pre_softmax=self.use_pre_softmax,
+            num_groups=self.num_groups, group_topk=self.group_topk,
+            scaling_factor=self.scaling_factor,
             aux_loss_coeff=self.aux_loss_coeff, sequence_aux_loss=self.sequence_aux_loss,
             z_loss_coeff=self.z_loss_coeff, ep_axis=self.ep_axis, states=self._states(local),
         )  # fmt: skip

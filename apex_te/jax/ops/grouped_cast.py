@@ -29,7 +29,6 @@ __all__ = [
 _BLOCK, _VECTOR = 128, 8
 _OP = "grouped_cast"
 _S = jax.ShapeDtypeStruct
-_BLOCK_PARAMETERS = ("rowwise", "columnwise", "columnwise_scale_inv", "rowwise_scale_inv")
 
 
 class Gather(NamedTuple):
@@ -132,8 +131,7 @@ def cast_source(
         if isinstance(scaling, BlockRule):
             options = {**scaling._asdict(), "scales": BLOCK_SCALES.index(scaling.scales)}
             made = call(_OP, "grouped_block_cast", written, **given, **options)
-            rows, columns, scale_inv, row_scale_inv = map(made.get, _BLOCK_PARAMETERS)
-            out = GroupedOutput(rows, columns, scale_inv, row_scale_inv, None)
+            out = grouped_quantize.blocks_of(made)
         else:
             given |= {name: x for name, x in scales._asdict().items() if x is not None}
             if scales.scale_inv is None:
@@ -209,19 +207,20 @@ def rows_of(
         rows = source.x[jnp.where(is_row, source.row_of, 0)]
         other = jnp.where(source.row_of == -1, 0, jnp.nan).astype(rows.dtype)
         return jnp.where(is_row[:, None], rows, other[:, None]), SourceGrads(None, None)
-    x, dtype, act = source.x, source.x.dtype, source.activation
+    x, dtype = source.x, source.x.dtype
+    gate: dict[str, Any] = {"activation": source.activation}
     if source.bias is not None:
         x = grouped_quantize.finish_rows(x, groups, source.bias)
     wide, factor = x.astype(jnp.float32), source.factor[:, None]
     if isinstance(source, Gated):
-        return (swiglu_fwd(wide, activation=act) * factor).astype(dtype), SourceGrads(None, None)
+        return (swiglu_fwd(wide, **gate) * factor).astype(dtype), SourceGrads(None, None)
     grad = source.grad.astype(jnp.float32)
     of_factor = of_bias = None
     if factor_grad:
         used = jnp.arange(len(x)) < groups.ends[-1]
-        of_factor = jnp.where(used, (grad * swiglu_fwd(wide, activation=act)).sum(1), 0)
-    of_x: Any = swiglu_bwd(grad * factor, wide, activation=act)
-    rows = of_x.astype(dtype)
+        of_factor = jnp.where(used, (grad * swiglu_fwd(wide, **gate)).sum(1), 0)
+    made: Any = swiglu_bwd(grad * factor, wide, **gate)
+    rows = made.astype(dtype)
     if bias_grad:
         of_bias = grouped_quantize.column_sums(rows.astype(jnp.float32), groups).astype(dtype)
     return rows, SourceGrads(of_factor, of_bias)
@@ -233,16 +232,15 @@ def _block_cast(
     """Casts groups of rows in blocks by ``block_quantize``, of rows aligned to blocks."""
     options: dict[str, Any] = {"scales": rule.scales, "eps": rule.eps}
     by_row: Any = (None, None)
-    codes: Any = None
-    scale_inv: Any = None
+    by_column: Any = (None, None)
     if rowwise:
         by_row = block_quantize(x, dtype.name, columnwise=False, **options)[:2]
     if columnwise:
         options["columnwise_block_rows"] = rule.columnwise_block_rows
         aligned = Alignment.of(groups, _BLOCK)
         made = block_quantize(aligned.copies(x), dtype.name, rowwise=False, **options)
-        codes, scale_inv = _placed(aligned, made[2], made[3], rule.columnwise_block_rows)
-    return GroupedOutput(by_row[0], codes, scale_inv, by_row[1], None)
+        by_column = _placed(aligned, *made[2:], rule.columnwise_block_rows)
+    return GroupedOutput(by_row[0], by_column[0], by_column[1], by_row[1], None)
 
 
 def _placed(

@@ -293,8 +293,15 @@ def block_quantize_matrices(
 
     operands = vary_alike([stack, groups.table])
     made = jax.lax.platform_dependent(*operands, cpu=on_cpu, cuda=on_gpu)
-    inverses = made.get("columnwise_scale_inv"), made.get("rowwise_scale_inv")
-    return GroupedOutput(made.get("rowwise"), made.get("columnwise"), *inverses, None)
+    return blocks_of(made)
+
+
+def blocks_of(made: dict[str, Any]) -> GroupedOutput:
+    """Returns what a cast in blocks wrote, by parameter, as a ``GroupedOutput``."""
+    row, col, col_scales, row_scales = map(
+        made.get, ("rowwise", "columnwise", "columnwise_scale_inv", "rowwise_scale_inv")
+    )
+    return GroupedOutput(row, col, col_scales, row_scales, None)
 
 
 @checked

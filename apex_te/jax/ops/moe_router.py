@@ -27,7 +27,7 @@ _FIXED = ("index", "routing_map", "counts")  # which have no gradients
 class RouterOutputs(NamedTuple):
     """Results of ``route`` as in ``apex_te.ops.moe_router``, None if not asked for."""
 
-    index: jax.Array  # tuples have a method of the name
+    index: Any  # tuples have a method of the name
     probs: Any = None
     dense_probs: Any = None
     routing_map: Any = None

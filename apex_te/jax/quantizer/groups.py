@@ -12,7 +12,7 @@ from ...recipe import Recipe
 from .. import _library
 from ..checkpoint_policies import FP8_CAST_NAME, named
 from ..ops import grouped_cast, grouped_gemm, grouped_quantize
-from ..ops.grouped_cast import BlockRule, Gated, GatedGradient, Gather, GroupScales, Source
+from ..ops.grouped_cast import BlockRule, Gather, GroupScales, Source
 from ..ops.grouped_quantize import Alignment, GroupedOutput, Groups
 from ..ops.mx_quantize import mx_dequantize, mx_quantize
 
@@ -38,10 +38,10 @@ class GroupCast(NamedTuple):
 def _cast_of(made: GroupedOutput, grads: Any = None) -> GroupCast:
     """Returns what an op made; a cast without block scales has ``scale_inv`` for both copies."""
     of_rows = made.scale_inv if made.row_scale_inv is None else made.row_scale_inv
-    rows = None if made.rowwise is None or of_rows is None else (made.rowwise, of_rows)
-    columns = None if made.columnwise is None else (made.columnwise, made.scale_inv)
-    factor_grad, bias_grad = grads or (None, None)
-    return GroupCast(rows, columns, made.amax, factor_grad, bias_grad)
+    pairs: Any = (made.rowwise, of_rows), (made.columnwise, made.scale_inv)
+    by_row, by_column = (None if pair[0] is None else pair for pair in pairs)
+    of_factor, of_bias = grads or (None, None)
+    return GroupCast(by_row, by_column, made.amax, of_factor, of_bias)
 
 
 class GroupQuantizer:
@@ -87,15 +87,16 @@ class Delayed(GroupQuantizer):
         start = jnp.zeros(groups.num_groups, jnp.float32)
         nothing: dict[str, Any] = {"rowwise": False, "columnwise": False}
         dtype = self._dtypes[role]
-        if not isinstance(source, (Gather, Gated, GatedGradient)):
+        given: Any = source
+        if not isinstance(source, tuple):
             cast = grouped_quantize.quantize_matrices
-            made = cast(source, start, dtype, groups=groups, amax=start, **nothing)
+            made = cast(given, start, dtype, groups=groups, amax=start, **nothing)
         else:
             if isinstance(source, Gather) and _repeats_rows(source):
                 largest = jnp.abs(source.x).max(1, keepdims=True)
-                source = source._replace(x=jnp.tile(largest, (1, 8)))
+                given = source._replace(x=jnp.tile(largest, (1, 8)))
             scales = GroupScales(start, amax=start)
-            made, _ = grouped_cast.cast_source(source, groups, dtype, scales, **nothing)
+            made, _ = grouped_cast.cast_source(given, groups, dtype, scales, **nothing)
         assert made.amax is not None
         return made.amax
 
@@ -109,16 +110,12 @@ class Delayed(GroupQuantizer):
         return GroupScales(scale, amax=jnp.zeros(groups.num_groups, jnp.float32))
 
     def multiply(self, product: str, a: Any, b: Any, groups: Groups, dtype: Any) -> jax.Array:
-        fast = self._fast[product]
-        (a, a_inv), (b, b_inv) = a, b
-        y = grouped_gemm.scaled_multiply_groups(a, a_inv, b, b_inv, groups, fast)
-        return y.astype(dtype)
+        operands = a[0], a[1], b[0], b[1], groups, self._fast[product]
+        return grouped_gemm.scaled_multiply_groups(*operands).astype(dtype)
 
     def contract(self, x: Any, dy: Any, groups: Groups, dtype: Any) -> jax.Array:
-        ends, fast = groups.column_ends, self._fast["wgrad"]
-        (x, x_inv), (dy, dy_inv) = x, dy
-        y = grouped_gemm.scaled_contract_groups(x, x_inv, dy, dy_inv, ends, fast)
-        return y.astype(dtype)
+        operands = x[0], x[1], dy[0], dy[1], groups.column_ends, self._fast["wgrad"]
+        return grouped_gemm.scaled_contract_groups(*operands).astype(dtype)
 
 
 class Current(Delayed):
@@ -158,12 +155,12 @@ class Block(GroupQuantizer):
         return _cast_of(cast(stack, dtype, groups=groups, **self._options, **copies))
 
     def multiply(self, product: str, a: Any, b: Any, groups: Groups, dtype: Any) -> jax.Array:
-        (a, a_inv), (b, b_inv) = a, b
-        return grouped_gemm.block_multiply_groups(a, a_inv, b, b_inv, groups).astype(dtype)
+        operands = a[0], a[1], b[0], b[1], groups
+        return grouped_gemm.block_multiply_groups(*operands).astype(dtype)
 
     def contract(self, x: Any, dy: Any, groups: Groups, dtype: Any) -> jax.Array:
-        (x, x_inv), (dy, dy_inv) = x, dy
-        return grouped_gemm.block_contract_groups(x, x_inv, dy, dy_inv, groups).astype(dtype)
+        operands = x[0], x[1], dy[0], dy[1], groups
+        return grouped_gemm.block_contract_groups(*operands).astype(dtype)
 
 
 class MX(GroupQuantizer):
