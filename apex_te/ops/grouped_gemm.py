@@ -464,6 +464,9 @@ def _contract_blocks(a, a_scale_inv, b, b_scale_inv, ends, out, accumulate, b_bl
         rest = accumulate, b_block_rows
         _run_aligned(name, a, a_scale_inv, b, b_scale_inv, ends, out, *rest)
         return
+    if b_block_rows == _BLOCK:  # the kernel reads the first scale of 128 rows
+        lines = b_scale_inv[:, ::_BLOCK].repeat_interleave(_BLOCK, dim=1)
+        b_scale_inv = lines[:, : b_scale_inv.shape[1]]
     x, y = (
         block_values_of_columns(data, scales, ends)
         for data, scales in ((a, a_scale_inv), (b, b_scale_inv))

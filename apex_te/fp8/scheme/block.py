@@ -234,10 +234,12 @@ class BlockGemm(GemmBackend):
         _check_grouped(a, b)
         return block_multiply_groups(a, a_scale_inv, b, b_scale_inv, groups)
 
-    def contract_groups(self, a, b, a_scale_inv, b_scale_inv, groups, *rest):
+    def contract_groups(self, a, b, a_scale_inv, b_scale_inv, groups, *rest, input_first=False):
         _check_grouped(a, b)
         operands = a, a_scale_inv, b, b_scale_inv, groups
-        return block_contract_groups(*operands, *rest, b_block_rows=self.wgrad_rows)
+        # Only the input has blocks of 128x128; as the first operand its scales are read one by one.
+        block_rows = 1 if input_first else self.wgrad_rows
+        return block_contract_groups(*operands, *rest, b_block_rows=block_rows)
 
 
 class IndependentBlockGemm(IndependentRows, BlockGemm):

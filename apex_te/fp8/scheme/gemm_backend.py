@@ -193,6 +193,8 @@ class GemmBackend:
         wide: bool = False,
         out: torch.Tensor | None = None,
         accumulate: bool = False,
+        *,
+        input_first: bool = False,
     ) -> torch.Tensor:
         """Returns the wgrad GEMM of each group, ``[groups, M, N]``.
 
@@ -203,6 +205,7 @@ class GemmBackend:
             groups: which columns belong to which group, on the device.
             wide: return fp32; False returns bf16.
             out: contiguous ``[groups, M, N]`` to write, or to add to with ``accumulate``.
+            input_first: ``a`` is the layer's input and ``b`` the output's gradient, not vice versa.
         """
         raise NotImplementedError
 
@@ -283,7 +286,7 @@ class FP8Gemm(GemmBackend):
         fast = not self.split[product]
         return grouped_gemm.scaled_multiply_groups(a, a_scale_inv, b, b_scale_inv, groups, fast)
 
-    def contract_groups(self, a, b, a_scale_inv, b_scale_inv, groups, *rest):
+    def contract_groups(self, a, b, a_scale_inv, b_scale_inv, groups, *rest, input_first=False):
         _check_grouped(a, b)
         operands = a, a_scale_inv, b, b_scale_inv, groups.column_ends, not self.split[WGRAD]
         return grouped_gemm.scaled_contract_groups(*operands, *rest)

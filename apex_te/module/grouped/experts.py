@@ -186,7 +186,8 @@ def _wgrads(
             *out: Any, codes: Any = codes, scale_inv: Any = scale_inv, swaps: bool = swaps
         ) -> torch.Tensor:
             if swaps and out == (False,):  # the gradient lies as its weight does
-                return contract(x, codes, x_scale_inv, scale_inv, groups, *out).transpose(1, 2)
+                operands = x, codes, x_scale_inv, scale_inv, groups
+                return contract(*operands, *out, input_first=True).transpose(1, 2)
             return contract(codes, x, scale_inv, x_scale_inv, groups, *out)
 
         found.append(on_device.stack_gradient(weight, call.options, weight.dtype, product))

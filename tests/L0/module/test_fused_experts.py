@@ -376,6 +376,29 @@ def test_gates_and_ups_in_two_parameters(device, monkeypatch, name, fused, froze
                 assert weight.grad.is_contiguous()
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_that_lie_transposed(device, monkeypatch, name):
+    """Bitwise as with contiguous ones, whose weight gradients have the operands in other order."""
+    straight, _ = pair(device)
+    dtype = dtype_on(device)
+    gemms = ExpertGemm(EXPERTS, HIDDEN, 2 * FFN, dtype), ExpertGemm(EXPERTS, FFN, HIDDEN, dtype)
+    stored = [
+        layer.weight.detach().transpose(1, 2).contiguous().requires_grad_()
+        for layer in (straight.fc1, straight.fc2)
+    ]
+    given = batch(device)
+
+    def transposed(x, indices, probs):
+        first, second = (each.transpose(1, 2) for each in stored)
+        with set_weights(gemms, (first,), (second,)):
+            return experts.run_experts(*gemms, x, indices, probs, "swiglu")[0]
+
+    models = transposed, straight
+    assert_alike([run(each, monkeypatch, True, given, name) for each in models], device)
+    for each, layer in zip(stored, (straight.fc1, straight.fc2), strict=True):
+        assert_same_bits(each.grad.transpose(1, 2).contiguous(), layer.weight.grad)
+
+
 @pytest.mark.parametrize("first", [None, True], ids=["one batch", "microbatch"])
 @pytest.mark.parametrize("fused_wgrad", [False, True], ids=["grad", "main_grad"])
 @pytest.mark.parametrize("name", ["delayed", "tensorwise", "blockwise"])
