@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,22 +12,18 @@ import jax.numpy as jnp
 from ..recipe import Recipe
 from . import fp8_state
 from ._partition import Kind, gradient_like
-from .first_step import FIRST_DUE, SLOTS
-from .ops import grouped_quantize as op
+from .grouped_layer import GroupLayer, linear
+from .ops import grouped_quantize
 from .ops._gradient import flag, is_wanted, materialised
-from .ops.grouped_gemm import (
-    contract_groups,
-    multiply_groups,
-    scaled_contract_groups,
-    scaled_multiply_groups,
-)
+from .ops.grouped_cast import Gather
+from .ops.grouped_quantize import Groups
 from .quantize import QuantizerSet, entered, refuse
+from .quantizer.groups import group_quantizer_of
 from .region import active_recipe
 
 __all__ = ["grouped_dense"]
 
 _NAME = "grouped_dense"
-_QUANTIZERS = ("delayed", "current")
 
 
 def grouped_dense(
@@ -42,7 +38,7 @@ def grouped_dense(
 
     The groups lie one after the other in ``x``. Their sizes are read on the device: other sizes
     trace nothing anew. Rows after the last group give zeros. In FP8 each group's rows, kernel and
-    gradient have scales of their own, and results have bfloat16's precision.
+    gradient have scales of their own, and y and the gradient of x bfloat16's precision.
 
     Args:
         x: [rows, in] float32, float16 or bfloat16.
@@ -66,8 +62,8 @@ def grouped_dense(
         TypeError: a dtype is not one of those listed.
         ValueError: a shape does not match, or ``quantizer_set`` is None in a region with delayed
             scaling.
-        NotImplementedError: the recipe has scales of blocks or ``first_step="current"``, or an
-            argument that must have one value has another.
+        NotImplementedError: the recipe has HiF8 as its format or ``override_linear_precision``, or
+            an argument that must have one value has another.
     """
     refuse(_NAME, group_offset=group_offset)
     dims = tuple(map(tuple, contracting_dims))
@@ -86,148 +82,72 @@ def grouped_dense(
     if bias is not None and jnp.shape(bias) != (count, out):
         raise ValueError(f"{_NAME}: bias must be {[count, out]}, got {list(jnp.shape(bias))}")
     with entered(_NAME, quantizer_set, groups=count) as state:
-        recipe: Any = active_recipe()
-        if recipe is not None and (recipe.quantizer not in _QUANTIZERS or FIRST_DUE in state):
-            raise NotImplementedError(
-                f"{_NAME}: the recipe must have one scale for each group and no first_step, got"
-                f" {recipe!r}"
-            )
-        groups = op.groups_of(group_sizes, shapes[0][0])
-        given = (p if p is None else p.astype(x.dtype) for p in (kernel, bias))
-        y = _layer(recipe)(x, *given, groups, state)
+        recipe = active_recipe()
+        groups = grouped_quantize.groups_of(group_sizes, shapes[0][0])
+        kernel, bias = kernel.astype(x.dtype), None if bias is None else bias.astype(x.dtype)
+        if recipe is None:
+            y = linear(x, kernel, bias, groups)
+        else:
+            y = _fp8_layer(recipe)(x, kernel, bias, groups, state)
     return y if preferred_element_type is None else y.astype(preferred_element_type)
 
 
-class _Casts:
-    """Casts of groups to FP8 with one scale each, and GEMMs of them."""
-
-    def __init__(self, recipe: Any) -> None:
-        self._recipe = recipe
-        self._is_delayed = recipe.quantizer == "delayed"
-        self._split = dict(
-            zip(("fprop", "dgrad", "wgrad"), recipe.use_split_accumulator, strict=True)
-        )
-        self._dtypes = dict(zip(SLOTS, recipe.fp8_format.value.dtype_names, strict=True))
-
-    def entered(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the state with updated scales."""
-        if not self._is_delayed:
-            return {}
-        return fp8_state.entered(fp8_state.as_floats(state), self._recipe)
-
-    def cast(
-        self, cast: Callable[..., Any], count: int, state: Any, way: str, slot: int, **wanted: bool
-    ) -> tuple[op.GroupedOutput, Any]:
-        """Returns what ``cast`` makes of the operand in ``slot``, and the state with its amax."""
-        dtype, zeros = self._dtypes[way], jnp.zeros(count, jnp.float32)
-        if self._is_delayed:
-            made = cast(state[f"scale_{way}"][slot :: SLOTS[way]], dtype, amax=zeros, **wanted)
-            name = f"amax_history_{way}"
-            staged = state[name].at[0, slot :: SLOTS[way]].set(made.amax)
-            return made, {**state, name: staged}
-        measured = cast(zeros, dtype, rowwise=False, columnwise=False, amax=zeros)
-        scale, scale_inv = op.scales_of(
-            measured.amax, dtype, eps=self._recipe.eps, pow2=self._recipe.pow2
-        )
-        return cast(scale, dtype, scale_inv=scale_inv, **wanted), state
-
-    def multiply(
-        self, product: str, q: op.GroupedOutput, matrices: Any, groups: op.Groups, dtype: Any
-    ) -> jax.Array:
-        """Multiplies each row by its group's matrix, given with its scales."""
-        codes, scales = matrices
-        fast = not self._split[product]
-        out = scaled_multiply_groups(q.rowwise, q.row_scale_inv, codes, scales, groups, fast)
-        return out.astype(dtype)
-
-    def contract(self, x: Any, qdy: op.GroupedOutput, groups: op.Groups, dtype: Any) -> jax.Array:
-        """Multiplies each group's columns of x, given with their scales, by those of dy."""
-        codes, scales = x
-        made = scaled_contract_groups(
-            codes, scales, qdy.columnwise, qdy.scale_inv, groups.column_ends,
-            not self._split["wgrad"], dtype == jnp.float32,
-        )  # fmt: skip
-        return made.astype(dtype)
-
-
 @functools.lru_cache(maxsize=64)
-def _layer(recipe: Recipe | None) -> Callable[..., jax.Array]:
-    """Returns the differentiable layer of a recipe; None multiplies in x's dtype."""
-    casts = None if recipe is None else _Casts(recipe)
-    precise_wgrad = casts is None or recipe.override_linear_precision[2]  # type: ignore[union-attr]
+def _fp8_layer(recipe: Recipe) -> Callable[..., jax.Array]:
+    """Returns the differentiable layer of a recipe."""
+    chosen: Any = recipe
+    keeps_state = group_quantizer_of(recipe).keeps_state
 
-    def forward(x: Any, kernel: Any, bias: Any, groups: op.Groups, state: Any, keep: Any) -> Any:
-        """Returns y, what backward needs of x and of the kernel, and the state."""
+    def forward(primals: Any, state: Any, groups: Groups, keep: Any) -> Any:
+        """Returns y, the copies of x and kernel that backward needs, and the state."""
+        x, kernel, bias = primals
         with_dx, with_dkernel = keep
-        if casts is None:
-            y = multiply_groups(x, kernel.swapaxes(1, 2), groups)
-            kept_x, kept_kernel = x, kernel
-        else:
-            copies = with_dkernel and not precise_wgrad
-            cast_x = functools.partial(op.quantize_groups, x, groups)
-            cast_kernel = functools.partial(op.quantize_matrices, kernel)
-            count = groups.num_groups
-            qx, state = casts.cast(cast_x, count, state, "fwd", 0, rowwise=True, columnwise=copies)
-            qk, state = casts.cast(
-                cast_kernel, count, state, "fwd", 1, rowwise=with_dx, columnwise=True
-            )
-            y = casts.multiply("fprop", qx, (qk.columnwise, qk.scale_inv), groups, x.dtype)
-            kept_x = (qx.columnwise, qx.scale_inv) if copies else x
-            kept_kernel = qk.rowwise, qk.scale_inv
-        kept = kept_x if with_dkernel else None, kept_kernel if with_dx else None
-        return op.finish_rows(y, groups, bias), kept, state
+        entered = fp8_state.entered(fp8_state.as_floats(state), chosen) if keeps_state else {}
+        layer = GroupLayer(recipe, entered, groups)
+        qx = layer.cast(_rows(x, groups), "input", rowwise=True, columnwise=with_dkernel)
+        qkernel = layer.cast(kernel, "weight", rowwise=with_dx, columnwise=True)
+        y = layer.multiply("fprop", qx.rowwise, qkernel.columnwise, x.dtype)
+        y = grouped_quantize.finish_rows(y, groups, bias)
+        return y, (qx.columnwise, qkernel.rowwise), layer.state
 
     @jax.custom_vjp
-    def layer(x: Any, kernel: Any, bias: Any, groups: op.Groups, state: Any) -> Any:
-        entered = state if casts is None else casts.entered(state)
-        return forward(x, kernel, bias, groups, entered, (False, False))[0]
+    def run(x: Any, kernel: Any, bias: Any, groups: Groups, state: Any) -> Any:
+        return forward((x, kernel, bias), state, groups, (False, False))[0]
 
     def fwd(x: Any, kernel: Any, bias: Any, groups: Any, state: Any) -> Any:
         wanted = flag(x), flag(kernel), flag(bias)
-        own = x.value, kernel.value, None if bias is None else bias.value
-        groups = op.Groups(groups.table.value, groups.rows, groups.num_groups)
+        primals = [None if p is None else p.value for p in (x, kernel, bias)]
+        groups = jax.tree.map(lambda p: p.value, groups, is_leaf=lambda p: hasattr(p, "perturbed"))
         before = fp8_state.differentiated(state, (kernel, bias))
-        entered = before if casts is None else casts.entered(before)
         keep = is_wanted(wanted[0]), is_wanted(wanted[1])
-        y, kept, moved = forward(own[0], own[1], own[2], groups, entered, keep)
-        kinds = [None if p is None else Kind(jax.typeof(p)) for p in own]
-        return y, (wanted, kinds, kept, groups, moved, before)
+        y, kept, after = forward(primals, before, groups, keep)
+        kinds = [None if p is None else Kind(jax.typeof(p)) for p in primals]
+        return y, (wanted, kinds, kept, groups, after, before)
 
     def bwd(residuals: Any, dy: Any) -> Any:
-        wanted, (x, kernel, bias), (kept_x, kept_kernel), groups, state, before = residuals
+        wanted, kinds, (qx, qkernel), groups, state, before = residuals
         with_dx, with_dkernel, with_dbias = map(is_wanted, wanted)
-        dy = materialised(dy)
+        layer, dy = GroupLayer(recipe, state, groups), materialised(dy)
         dx = dkernel = dbias = None
-        if casts is None:
-            dx = multiply_groups(dy, kept_kernel, groups) if with_dx else None
-        else:
-            cast_dy = functools.partial(op.quantize_groups, dy, groups)
-            columns = with_dkernel and not precise_wgrad
-            qdy, state = casts.cast(
-                cast_dy, groups.num_groups, state, "bwd", 0, rowwise=with_dx or not columns,
-                columnwise=columns,
-            )  # fmt: skip
-            if with_dx:
-                dx = casts.multiply("dgrad", qdy, kept_kernel, groups, x.aval.dtype)
-            if columns:
-                dkernel = casts.contract(kept_x, qdy, groups, kernel.aval.dtype)
-        if with_dkernel and precise_wgrad:
-            dkernel = contract_groups(kept_x.T, dy, groups)
-        if with_dbias:
-            dbias = op.column_sums(dy, groups).astype(bias.aval.dtype)
-        # Of groups without rows, sums are undefined.
-        finish = (op.finish_rows, op.zero_unused, op.zero_unused)
-        gradients = (
-            made if made is None else gradient_like(kind, defined(made, groups))
-            for kind, made, defined in zip(
-                (x, kernel, bias), (dx, dkernel, dbias), finish, strict=True
-            )
+        qdy = layer.cast(
+            _rows(dy, groups), "grad", rowwise=with_dx or not with_dkernel, columnwise=with_dkernel
         )
-        after = {
-            name: jax.lax.convert_element_type(state[name], leaf.dtype)
-            for name, leaf in before.items()
-        }
-        return (*gradients, None, after)
+        if with_dx:
+            dx = layer.multiply("dgrad", qdy.rowwise, qkernel, kinds[0].aval.dtype)
+            dx = grouped_quantize.finish_rows(dx, groups)
+        if with_dkernel:
+            dtype = kinds[1].aval.dtype
+            dkernel = layer.contract(qx, qdy.columnwise, dtype, dtype == jnp.float32)
+        if with_dbias:
+            dbias = grouped_quantize.column_sums(dy, groups).astype(kinds[2].aval.dtype)
+        made = map(gradient_like, kinds, (dx, dkernel, dbias))
+        return (*made, None, fp8_state.whole_cotangent(layer.state, before))
 
-    layer.defvjp(fwd, bwd, symbolic_zeros=True)
-    return layer
+    run.defvjp(fwd, bwd, symbolic_zeros=True)
+    return run
+
+
+def _rows(x: jax.Array, groups: Groups) -> Gather:
+    """Returns the groups' rows, and zeros after them."""
+    rows = jnp.arange(len(x), dtype=jnp.int32)
+    return Gather(x, jnp.where(rows < groups.ends[-1], rows, -1))

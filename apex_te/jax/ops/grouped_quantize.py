@@ -68,7 +68,7 @@ class Groups:
 
 
 class Alignment(NamedTuple):
-    """Copies of groups in rows of which each group begins at a multiple of ``multiple``.
+    """Copies of groups, each of which begins at a row that is a multiple of ``multiple``.
 
     A group has at least one multiple there; its rows beyond its own are zeros. ``begins`` and
     ``ends``, int32 [groups], are the places of the groups, ``rows`` is the number of rows.

@@ -37,7 +37,7 @@ class RouterOutputs(NamedTuple):
 
 
 class RouterOptions(NamedTuple):
-    """How experts are chosen; the fields are arguments of ``apex_te.router.topk_router``."""
+    """Choice of experts; the fields are arguments of ``apex_te.router.topk_router``."""
 
     top_k: int
     score_function: str = "softmax"

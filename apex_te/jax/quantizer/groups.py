@@ -45,13 +45,7 @@ def _cast_of(made: GroupedOutput, grads: Any = None) -> GroupCast:
 
 
 class GroupQuantizer:
-    """Casts the rows and weights of all groups, and multiplies the copies.
-
-    ``rows`` casts a source's rows for a role, with ``scale`` float32 [groups] if ``keeps_state``;
-    options are the copies and gradients to make. ``matrices`` casts weights [groups, in, out].
-    ``multiply`` returns ``b[g] @ a[r]`` of rowwise copies a and copies b [groups, N, K], and
-    ``contract`` weight gradients [groups, in, out] of columnwise copies.
-    """
+    """Casts the rows and weights of all groups, and multiplies the copies."""
 
     keeps_state = False
 
@@ -62,10 +56,28 @@ class GroupQuantizer:
     def rows(
         self, source: Source, role: str, groups: Groups, scale: Any, **options: Any
     ) -> GroupCast:
+        """Casts a source's rows for a role; ``options`` are the copies and gradients to make.
+
+        ``scale`` is float32 [groups] if ``keeps_state``.
+        """
         scaling = self._scaling(source, role, groups, scale)
         return _cast_of(
             *grouped_cast.cast_source(source, groups, self._dtypes[role], scaling, **options)
         )
+
+    def matrices(
+        self, stack: jax.Array, groups: Groups, scale: Any, *, rowwise: bool, columnwise: bool
+    ) -> GroupCast:
+        """Casts weights [groups, in, out]."""
+        raise NotImplementedError
+
+    def multiply(self, product: str, a: Any, b: Any, groups: Groups, dtype: Any) -> jax.Array:
+        """Returns ``b[g] @ a[r]`` of rowwise copies a and copies b [groups, N, K]."""
+        raise NotImplementedError
+
+    def contract(self, x: Any, dy: Any, groups: Groups, dtype: Any, wide: bool) -> jax.Array:
+        """Returns weight gradients [groups, in, out] of columnwise copies, ``wide`` unrounded."""
+        raise NotImplementedError
 
     def _scaling(self, source: Any, role: str, groups: Groups, scale: Any) -> Any:
         """Returns the scales of a cast, or the rule of those of blocks."""
@@ -113,8 +125,8 @@ class Delayed(GroupQuantizer):
         operands = a[0], a[1], b[0], b[1], groups, self._fast[product]
         return grouped_gemm.scaled_multiply_groups(*operands).astype(dtype)
 
-    def contract(self, x: Any, dy: Any, groups: Groups, dtype: Any) -> jax.Array:
-        operands = x[0], x[1], dy[0], dy[1], groups.column_ends, self._fast["wgrad"]
+    def contract(self, x: Any, dy: Any, groups: Groups, dtype: Any, wide: bool) -> jax.Array:
+        operands = x[0], x[1], dy[0], dy[1], groups.column_ends, self._fast["wgrad"], wide
         return grouped_gemm.scaled_contract_groups(*operands).astype(dtype)
 
 
@@ -158,8 +170,8 @@ class Block(GroupQuantizer):
         operands = a[0], a[1], b[0], b[1], groups
         return grouped_gemm.block_multiply_groups(*operands).astype(dtype)
 
-    def contract(self, x: Any, dy: Any, groups: Groups, dtype: Any) -> jax.Array:
-        operands = x[0], x[1], dy[0], dy[1], groups
+    def contract(self, x: Any, dy: Any, groups: Groups, dtype: Any, wide: bool) -> jax.Array:
+        operands = x[0], x[1], dy[0], dy[1], groups, wide
         return grouped_gemm.block_contract_groups(*operands).astype(dtype)
 
 
@@ -213,7 +225,7 @@ class MX(GroupQuantizer):
         weights = _decoded(*flat).reshape(b[0].shape)
         return grouped_gemm.multiply_groups(_decoded(*a), weights, groups).astype(dtype)
 
-    def contract(self, x: Any, dy: Any, groups: Groups, dtype: Any) -> jax.Array:
+    def contract(self, x: Any, dy: Any, groups: Groups, dtype: Any, wide: bool) -> jax.Array:
         aligned = Alignment.of(groups, self._block)
         whole = aligned.as_groups()
         made = grouped_gemm.contract_groups(_decoded(*x), _decoded(*dy).T, whole, True)
@@ -237,11 +249,11 @@ def group_quantizer_of(recipe: Recipe) -> Any:
     chosen: Any = recipe
     if chosen.quantizer not in _SCHEMES:
         raise NotImplementedError(
-            f"moe: fp8_recipe must not have HiF8 as its format in JAX, got {recipe!r}"
+            f"groups of rows: fp8_recipe must not have HiF8 as its format in JAX, got {recipe!r}"
         )
     if any(chosen.override_linear_precision):
         raise NotImplementedError(
-            "moe: override_linear_precision must be (False, False, False) in JAX, got"
+            "groups of rows: override_linear_precision must be (False, False, False) in JAX, got"
             f" {chosen.override_linear_precision}"
         )
     return _SCHEMES[chosen.quantizer](recipe)

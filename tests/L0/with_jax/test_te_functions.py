@@ -184,10 +184,11 @@ def test_any_dimensions_are_contracted():
 SIZES = ([7, 0, 20, 5], [0, 0, 0, 40], [0, 0, 0, 0], [10, 10, 10, 10])
 
 
-@pytest.mark.parametrize("name", ["none", "delayed", "tensorwise"])
+@pytest.mark.parametrize("name", [*RECIPES, "first"])
 def test_groups_are_a_loop_over_groups(name):
     """Sizes are on the device: one trace serves all, also with empty groups and rows of none."""
-    chosen, rows, traces = RECIPES[name], 40, []
+    first = recipe.DelayedScaling(amax_history_len=3, first_step="current")
+    chosen, rows, traces = RECIPES.get(name, first), 40, []
     x, kernel, bias = normal(0, rows, 32), normal(1, 4, 32, 16), normal(2, 4, 16)
     cotangent = normal(3, rows, 16)
 
@@ -225,8 +226,13 @@ def test_groups_are_a_loop_over_groups(name):
                 scale = np.abs(wanted).max()
                 np.testing.assert_allclose(found, wanted, rtol=tolerance, atol=tolerance * scale)
             for leaf, value in after1.state.items():
-                slots = {"fwd": 3, "bwd": 2}.get(leaf[-3:], 1)
-                assert np.array_equal(after.state[leaf][..., slots * g : slots * (g + 1)], value)
+                found = after.state[leaf]
+                if leaf == "first_due":  # the forward slots of all groups come first
+                    own = [*range(3 * g, 3 * g + 3), *range(12 + 2 * g, 14 + 2 * g)]
+                else:
+                    slots = {"fwd": 3, "bwd": 2}.get(leaf[-3:], 1)
+                    own = slice(slots * g, slots * (g + 1))
+                assert np.array_equal(found[..., own], value), leaf
         assert not np.any(y[begin:])
         assert not np.any(dx[begin:])
     assert len(traces) == 1
@@ -336,6 +342,9 @@ def test_softmax_hides_what_its_type_says():
 
 X, K = jnp.ones((4, 8)), jnp.ones((8, 6))
 G = jnp.ones((2, 8, 6))
+PRECISE = QuantizerFactory.create_set(
+    fp8_recipe=recipe.DelayedScaling(override_linear_precision=(False, False, True)), n_groups=2
+)
 MISTAKES = {
     "set": (TypeError, "dense: quantizer_set must be None or of QuantizerSet, got str",
             lambda: dense(X, K, quantizer_set="delayed")),
@@ -370,15 +379,14 @@ MISTAKES = {
                 lambda: softmax(G[None], softmax_fusion_type="scaled")),
     "mask": (ValueError, "softmax: mask must be given with SCALED_MASKED, got None",
              lambda: softmax(G[None], softmax_fusion_type=SoftmaxFusionType.SCALED_MASKED)),
-    "group dims": (NotImplementedError, "contracting_dims must be",
+    "group dims": (NotImplementedError, "contracting_dims and kernel_fsdp_info must be",
                    lambda: grouped_dense(X, G, jnp.array([1, 2]), ((0,), (1,)))),
     "group shapes": (ValueError, "x, kernel and group_sizes must be",
                      lambda: grouped_dense(X, G, jnp.array([1, 2, 3]))),
     "group bias": (ValueError, r"bias must be \[2, 6\], got \[6\]",
                    lambda: grouped_dense(X, G, jnp.array([1, 2]), bias=jnp.ones(6))),
-    "blocks": (NotImplementedError, "the recipe must have one scale for each group",
-               lambda: grouped_dense(X, G, jnp.array([1, 2]), quantizer_set=
-                                     QuantizerFactory.create_set(fp8_recipe="blockwise"))),
+    "group precision": (NotImplementedError, "override_linear_precision must be",
+                        lambda: grouped_dense(X, G, jnp.array([1, 2]), quantizer_set=PRECISE)),
 }  # fmt: skip
 
 
