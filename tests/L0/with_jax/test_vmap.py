@@ -15,7 +15,7 @@ import apex_te.jax.flax as te_flax  # noqa: E402
 from apex_te import recipe  # noqa: E402
 from apex_te.jax import ops  # noqa: E402
 from apex_te.jax import state as fp8_state  # noqa: E402
-from apex_te.jax.dense import dense  # noqa: E402
+from apex_te.jax.dense import dense_with_state as dense  # noqa: E402
 
 E4M3 = jnp.float8_e4m3fn
 RECIPES = {
