@@ -14,8 +14,7 @@ import apex_te  # noqa: E402
 import apex_te.jax as te  # noqa: E402
 import apex_te.jax.flax as te_flax  # noqa: E402
 from apex_te import recipe  # noqa: E402
-from apex_te.jax.flax import attention as flax_attention  # noqa: E402
-from apex_te.jax.flax import module as flax_module  # noqa: E402
+from apex_te.jax import layernorm_dense, layernorm_mlp  # noqa: E402
 from apex_te.jax.head_gradients import HeadGradients  # noqa: E402
 from apex_te.jax.joined_columns import JoinedColumns  # noqa: E402
 from apex_te.jax.quantizer import quantizer_of  # noqa: E402
@@ -68,7 +67,7 @@ def calls(lowered):
 
 def separately(monkeypatch):
     """Has modules cast what their norms and their heads' gradients give."""
-    for module in (flax_module, flax_attention):
+    for module in (layernorm_dense, layernorm_mlp):
         monkeypatch.setattr(module, "can_fuse_norm", lambda state: False)
 
 

@@ -15,7 +15,7 @@ import apex_te  # noqa: E402
 import apex_te.jax as te  # noqa: E402
 import apex_te.jax.flax as te_flax  # noqa: E402
 from apex_te import recipe  # noqa: E402
-from apex_te.jax.flax import module as flax_module  # noqa: E402
+from apex_te.jax import layernorm_mlp  # noqa: E402
 from apex_te.ops import swiglu as torch_swiglu  # noqa: E402
 
 P = PartitionSpec
@@ -80,7 +80,7 @@ def run(module, chosen=DELAYED, steps=3):
 )
 def test_numbers_are_those_of_the_parts(monkeypatch, options):
     fused = run(mlp(**options))
-    monkeypatch.setattr(flax_module, "can_fuse_activation", lambda state: False)
+    monkeypatch.setattr(layernorm_mlp, "can_fuse_activation", lambda state: False)
     parts = run(mlp(**options))
     for ours, theirs in zip(fused, parts, strict=True):
         assert jax.tree.structure(ours) == jax.tree.structure(theirs)
@@ -126,8 +126,8 @@ def test_the_activation_is_cast_from_float32():
 )
 def test_scales_of_the_step_give_the_numbers_of_the_parts(monkeypatch, chosen, options):
     fused = run(mlp(**options), chosen, 1)
-    monkeypatch.setattr(flax_module, "can_fuse_activation", lambda state: False)
-    monkeypatch.setattr(flax_module, "can_fuse_norm", lambda state: False)
+    monkeypatch.setattr(layernorm_mlp, "can_fuse_activation", lambda state: False)
+    monkeypatch.setattr(layernorm_mlp, "can_fuse_norm", lambda state: False)
     parts = run(mlp(**options), chosen, 1)
     assert jax.tree.structure(fused) == jax.tree.structure(parts)
     for (path, a), b in zip(
@@ -202,7 +202,7 @@ def test_bf16_steps_are_torchs(monkeypatch, norm, returned):
             assert distance(named[name], parameter.grad) < 4e-3, name
         layer.zero_grad()
         with monkeypatch.context() as patch:
-            patch.setattr(flax_module, "can_fuse_activation", lambda state: False)
+            patch.setattr(layernorm_mlp, "can_fuse_activation", lambda state: False)
             made, gradients, dx = make_step(module)(parts, to_jax(x), to_jax(dy))
         parts = {**parts, "fp8_metas": gradients["fp8_metas"]}
     assert distance(made, y) > 3e-3  # what rounding to bf16 in between makes of it
@@ -289,7 +289,7 @@ def test_a_module_that_one_loss_uses_twice(monkeypatch):
     for wrap in (lambda v: v, te.max_over_uses):
         ours = gradients(wrap)
         with monkeypatch.context() as patch:
-            patch.setattr(flax_module, "can_fuse_activation", lambda state: False)
+            patch.setattr(layernorm_mlp, "can_fuse_activation", lambda state: False)
             theirs = gradients(wrap)
         for name in theirs:
             np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-5)
