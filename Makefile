@@ -28,7 +28,7 @@ CXX_FILES = $(shell find csrc tests/cpp tests/hip tests/L0/with_jax \( -name '*.
 help:
 	@echo "make demo       train a small GPT in fp32 and FP8 and compare them"
 	@echo "make test       unit tests and the C++ program; FILES=\"...\" runs these tests alone"
-	@echo "make test-l1    convergence tests, and all cases of the unit tests (an hour)"
+	@echo "make test-l1    convergence tests, and all cases of the unit tests (hours)"
 	@echo "make jax        tests of the front end for JAX, which is installed into build/jax (minutes)"
 	@echo "make frameworks tests with Accelerate, Lightning, Megatron-Core and others, in an environment"
 	@echo "                of their own, $(FRAMEWORKS)"
