@@ -360,16 +360,21 @@ def test_every_public_function_that_takes_a_recipe_takes_its_name():
         if callable(getattr(module, name))
         and {"recipe", "fp8_recipe"} & set(inspect.signature(getattr(module, name)).parameters)
     }
-    assert set(takers) == {"autocast", "fp8_autocast", "make_dot_general_cls"}
+    classes = "make_dot_general_cls", "make_einsum_cls"
+    assert set(takers) == {"autocast", "fp8_autocast", "from_flax", *classes}
     wrong = "must be a recipe or one of delayed, tensorwise, blockwise, mxfp8, rowwise, got 'late'"
     for name in ("autocast", "fp8_autocast"):
         with takers[name](True, "blockwise"):
             assert active_recipe() == recipe.BlockScaling()
         with pytest.raises(ValueError, match=f"^{name}: .*{wrong}"), takers[name](True, "late"):
             pass
-    assert issubclass(te_flax.make_dot_general_cls("blockwise"), nn.Module)
-    with pytest.raises(ValueError, match=f"^make_dot_general_cls: recipe {wrong}"):
-        te_flax.make_dot_general_cls("late")
+    for name in classes:
+        assert issubclass(takers[name]("blockwise"), nn.Module)
+        with pytest.raises(ValueError, match=f"^{name}: recipe {wrong}"):
+            takers[name]("late")
+    assert isinstance(te_flax.from_flax(nn.Dense(4), "blockwise"), nn.Dense)
+    with pytest.raises(ValueError, match=f"^from_flax: recipe {wrong}"):
+        te_flax.from_flax(nn.Dense(4), "late")
 
 
 @pytest.mark.parametrize("region", [te.fp8_autocast, te.autocast])
