@@ -48,7 +48,7 @@ class KeyMap:
     It translates dicts of tensors whose keys are the names of ``named_parameters()``, such as
     gradients, and state dicts that an earlier release saved. State dicts of this release have the
     original keys anyway. Both methods return a new dict with all other keys unchanged. FP8 state
-    (``fp8_state.*``) of joined layers has no counterpart in the original model, so ``to_original``
+    (``fp8_state.*``) of joined layers does not exist in the original model, so ``to_original``
     leaves it out.
 
     Args:

@@ -67,7 +67,7 @@ def dot_product_attention(
         query_start: position of the first query, for calls with a cache of keys.
         softmax_type: "vanilla", or with a sink ``a``, a logit of each head beside the scores ``s``:
             weights are exp(s) / (exp(a) + sum(exp(s))). ``a`` is 0 with "off_by_one", and
-            ``softmax_offset`` with "learnable". cuDNN has no sinks.
+            ``softmax_offset`` with "learnable". Not supported by cuDNN.
         softmax_offset: float32 [1, h, 1, 1]; required with "learnable".
         implementation: "cudnn", "xla" or None. None uses cuDNN's fused kernels if JAX runs on a GPU
             and ``jax.nn.dot_product_attention`` has one for these arguments, else "xla".

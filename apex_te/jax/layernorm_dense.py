@@ -31,7 +31,7 @@ def layernorm_dense(
 ) -> jax.Array:  # fmt: skip
     """Computes norm(x) @ kernel + bias, differentiably.
 
-    In FP8 the norm writes its result in FP8 where it can, and there is no other copy of it.
+    In FP8 the norm writes only FP8 data where its kernel supports this.
 
     Args:
         x: [..., in] float32, float16 or bfloat16.

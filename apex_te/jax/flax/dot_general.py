@@ -22,14 +22,15 @@ _COLLECTION = "_overwrite_with_gradient"
 
 
 def multiply(
-    function: Callable[..., jax.Array], recipe: Recipe, state: Mapping[str, jax.Array] | None,
-    x: Any, kernel: Any, how: Any, result: Any, out_sharding: Any,
+    owner: str, function: Callable[..., jax.Array], recipe: Recipe,
+    state: Mapping[str, jax.Array] | None, x: Any, kernel: Any, how: Any, result: Any,
+    out_sharding: Any,
 ) -> jax.Array:  # fmt: skip
     """Returns ``function`` of two arrays, a description, and FP8 state, in dtype ``result``."""
     spec = getattr(out_sharding, "spec", out_sharding)
     if spec is not None and not isinstance(spec, PartitionSpec):
         raise TypeError(
-            "DotGeneral: out_sharding must be None, a PartitionSpec or a NamedSharding, got"
+            f"{owner}: out_sharding must be None, a PartitionSpec or a NamedSharding, got"
             f" {type(out_sharding).__name__}"
         )
     x = jnp.asarray(x)
@@ -61,7 +62,8 @@ class _Contraction(nn.Module):
                     " DelayedScaling"
                 )
             state = self._fp8_state(recipe)
-        return multiply(function, recipe, state, x, kernel, how, result, out_sharding)
+        owner = type(self).__name__
+        return multiply(owner, function, recipe, state, x, kernel, how, result, out_sharding)
 
     @nn.compact
     def _fp8_state(self, recipe: DelayedScaling) -> dict[str, jax.Array]:

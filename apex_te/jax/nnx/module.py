@@ -374,6 +374,6 @@ class DotGeneral(FP8Holder):
         """
         state = self._values({"kernel": rhs}).get(fp8_state.FP8_COLLECTION_NAME)
         return multiply(
-            contraction.dot_general, self.recipe, state, lhs, rhs, dimension_numbers,
-            preferred_element_type, out_sharding,
+            "DotGeneral", contraction.dot_general, self.recipe, state, lhs, rhs,
+            dimension_numbers, preferred_element_type, out_sharding,
         )  # fmt: skip

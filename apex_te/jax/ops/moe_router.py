@@ -21,7 +21,7 @@ from ._contract import whole_call
 
 __all__ = ["RouterOptions", "RouterOutputs", "route"]
 
-_FIXED = ("index", "routing_map", "counts")  # which have no gradients
+_FIXED = ("index", "routing_map", "counts")  # not differentiable
 
 
 class RouterOutputs(NamedTuple):

@@ -73,8 +73,7 @@ class AmpHandle:
     def scale_loss(self, loss: Any, optimizer: Any) -> Any:
         """Raises RuntimeError, as in apex: ``amp.scale_loss`` replaces it."""
         raise RuntimeError(
-            "amp: scale_loss of a handle is no longer supported; call amp.initialize and "
-            "amp.scale_loss"
+            "amp: handle.scale_loss is not supported; call amp.initialize and amp.scale_loss"
         )
 
 

@@ -33,8 +33,8 @@ class SelfMultiheadAttn(AttentionBase):
         mask_additive: ``key_padding_mask`` is added to the scores.
 
     Raises:
-        ValueError: arguments exclude each other. As in apex, the fast norm-add has no biases, and
-            an additive mask needs biases or ``impl="default"``, without norm-add.
+        ValueError: arguments are mutually exclusive. As in apex, the fast norm-add does not support
+            biases, and an additive mask needs biases or ``impl="default"``, without norm-add.
 
     Source: apex.contrib.multihead_attn.
     """

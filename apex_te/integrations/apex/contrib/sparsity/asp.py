@@ -91,7 +91,7 @@ class ASP:
         """Adds masks of ones to the weights to be made sparse; nothing is pruned yet.
 
         Weights whose first dimension is not a multiple of 8, or whose second is not a multiple of
-        16, are skipped, because GPUs have no sparse matmul for them.
+        16, are skipped, because GPUs do not support sparse matmuls of them.
 
         Args:
             model: the model.
