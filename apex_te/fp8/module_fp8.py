@@ -160,6 +160,8 @@ class ModuleFP8:
         """Returns quantizers for ``recipe``; only recording forwards refit an existing state."""
         state = self.state
         exists = state.allocated and state.device.type != "meta"
+        if exists and recipe.keeps_state and device.type != "meta" and state.device != device:
+            self.move(device)  # loaded for a module that has no parameters to say where it is
         if recipe.keeps_state and (records or not exists):
             state.fit(cast(DelayedScaling, recipe), device)
         sets = self._sets.get(key)

@@ -32,11 +32,12 @@ class Model(nn.Module):
     heads: int
     layers: int
     dtype: Any
+    vocabulary: int = VOCABULARY
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Returns logits [batch, length, vocabulary]."""
-        x = nn.Embed(VOCABULARY, self.width, dtype=self.dtype)(tokens)
+        x = nn.Embed(self.vocabulary, self.width, dtype=self.dtype)(tokens)
         mask = nn.make_causal_mask(tokens)
         for _ in range(self.layers):
             h = nn.LayerNorm(dtype=self.dtype)(x)
@@ -44,7 +45,7 @@ class Model(nn.Module):
             h = nn.LayerNorm(dtype=self.dtype)(x)
             h = nn.gelu(nn.Dense(4 * self.width, dtype=self.dtype)(h))
             x = x + nn.Dense(self.width, dtype=self.dtype)(h)
-        return nn.Dense(VOCABULARY, dtype=self.dtype)(nn.LayerNorm(dtype=self.dtype)(x))
+        return nn.Dense(self.vocabulary, dtype=self.dtype)(nn.LayerNorm(dtype=self.dtype)(x))
 
 
 def train(model: nn.Module, tokens: jax.Array, steps: int) -> list[float]:

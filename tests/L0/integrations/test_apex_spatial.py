@@ -282,6 +282,7 @@ def test_nccl_pool(tmp_path):
         address = x.data_ptr()
         segments = [(s["address"], s["total_size"]) for s in pool.snapshot()]
         assert any(start <= address < start + size for start, size in segments)
-        del x
+        backend.deregister_mem_pool(pool)
+        del x, pool  # before NCCL goes, of which the memory is
     finally:
         distributed.destroy_process_group()

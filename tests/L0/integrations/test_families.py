@@ -10,7 +10,7 @@ import pytest
 import torch
 from families import APART, FAMILIES, IDS, build, inputs, load, logits
 
-from apex_te import fp8_autocast
+from apex_te import flush_fp8_state, fp8_autocast
 from apex_te.integrations import conversion_summary, from_torch, key_map, register_experts
 from apex_te.module._core.fp8_module import FP8Module
 from apex_te.module.rms_norm import RMSNorm
@@ -171,6 +171,24 @@ def test_experts(name, tmp_path):
         with torch.no_grad(), fp8_autocast(True, recipe):
             assert torch.equal(logits(other, name), expected)
     assert torch.equal(logits(model, name), plain)
+
+
+def test_state_of_experts_is_loaded_where_they_are(device):
+    """Experts' GEMMs have no parameters, by which loaded state could find its device."""
+    x, index = torch.randn(6, 32).to(device), torch.tensor([[0, 3]] * 6).to(device)
+    weights = torch.rand(6, 2).to(device)
+    models = [converted(build("qwen3_moe"), "qwen3_moe").to(device) for _ in range(2)]
+    experts = [model.model.layers[0].mlp.experts for model in models]
+    with fp8_autocast(True, DelayedScaling(amax_history_len=4)):
+        experts[0](4 * x, index, weights)
+    flush_fp8_state()
+    models[1].load_state_dict(models[0].state_dict())
+    for is_training in (True, False):
+        found = []
+        for each in experts:
+            with fp8_autocast(True, DelayedScaling(amax_history_len=4)):
+                found.append(each.train(is_training)(x, index, weights))
+        assert torch.equal(*found)
 
 
 def test_experts_after_fp8_recompute_in_high_precision():

@@ -201,8 +201,9 @@ def test_interleaved(
 ):
     """Gates and ups that alternate, and their gradients in this order."""
     cols = cols // 128 * 128 or 128 if in_blocks and kind == "gradient" else cols
+    by_ops = activation == "gelu" or not has_bias
     factor = factors(rows, kind, dtype) if has_factor and cols % 8 == 0 else None
-    if activation == "gelu":  # by ops, with factors by finer functions on a GPU
+    if by_ops and device.type == "cuda":  # which compute factors by finer functions on a GPU
         factor = None
     source = source_of(
         kind, rows, cols, splits, dtype, device, factor, activation, has_bias, interleaved=True
@@ -211,7 +212,7 @@ def test_interleaved(
     grads, halves = {}, source._replace(interleaved=False)
     if kind == "gradient":
         x = in_halves(source.x)
-        if activation == "gelu" or not has_bias:  # by ops, whose sums have another order
+        if by_ops:  # whose sums have another order
             x = dict(layouts_of(x))["offset"]
         halves = halves._replace(x=x)
         grads = {"factor_grad": torch.empty(rows, device=device)}

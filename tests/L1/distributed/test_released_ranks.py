@@ -45,7 +45,7 @@ def _train(rank, folder):
         found = shards[name].grad.full_tensor()
         torch.testing.assert_close(found, parameter.grad, rtol=1e-5, atol=1e-6, msg=name)
     _assert_files_of_one_rank(rank, many, one, folder)
-    for name in held:  # whole again, byte by byte
+    for name in sorted(held):  # whole again, byte by byte; in one order on all ranks
         local = shards[name]._local_tensor.codes()[0].view(torch.uint8).contiguous()
         rows = [torch.empty_like(local) for _ in range(2)]
         distributed.all_gather(rows, local)
