@@ -96,14 +96,14 @@ def grouped_dense(
 def _fp8_layer(recipe: Recipe) -> Callable[..., jax.Array]:
     """Returns the differentiable layer of a recipe."""
     chosen: Any = recipe
-    keeps_state = group_quantizer_of(recipe).keeps_state
+    keeps_state = group_quantizer_of("grouped_dense", recipe).keeps_state
 
     def forward(primals: Any, state: Any, groups: Groups, keep: Any) -> Any:
         """Returns y, the copies of x and kernel that backward needs, and the state."""
         x, kernel, bias = primals
         with_dx, with_dkernel = keep
         entered = fp8_state.entered(fp8_state.as_floats(state), chosen) if keeps_state else {}
-        layer = GroupLayer(recipe, entered, groups)
+        layer = GroupLayer("grouped_dense", recipe, entered, groups)
         qx = layer.cast(_rows(x, groups), "input", rowwise=True, columnwise=with_dkernel)
         qkernel = layer.cast(kernel, "weight", rowwise=with_dx, columnwise=True)
         y = layer.multiply("fprop", qx.rowwise, qkernel.columnwise, x.dtype)
@@ -127,7 +127,7 @@ def _fp8_layer(recipe: Recipe) -> Callable[..., jax.Array]:
     def bwd(residuals: Any, dy: Any) -> Any:
         wanted, kinds, (qx, qkernel), groups, state, before = residuals
         with_dx, with_dkernel, with_dbias = map(is_wanted, wanted)
-        layer, dy = GroupLayer(recipe, state, groups), materialised(dy)
+        layer, dy = GroupLayer("grouped_dense", recipe, state, groups), materialised(dy)
         dx = dkernel = dbias = None
         qdy = layer.cast(
             _rows(dy, groups), "grad", rowwise=with_dx or not with_dkernel, columnwise=with_dkernel

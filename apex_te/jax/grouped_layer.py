@@ -49,9 +49,9 @@ linear.defvjp(_linear_fwd, _linear_bwd)
 class GroupLayer:
     """Casts and GEMMs of a linear layer of groups of rows; ``state`` is empty without one."""
 
-    def __init__(self, recipe: Recipe, state: Mapping[str, Any], groups: Groups) -> None:
+    def __init__(self, op: str, recipe: Recipe, state: Mapping[str, Any], groups: Groups) -> None:
         self._recipe: Any = recipe
-        self._quantizer = group_quantizer_of(recipe)
+        self._quantizer = group_quantizer_of(op, recipe)
         self._groups = groups
         self.state = dict(state)
 

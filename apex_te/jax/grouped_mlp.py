@@ -95,16 +95,18 @@ class _Wanted(NamedTuple):
 @functools.lru_cache(maxsize=64)
 def _fp8_experts(recipe: Recipe, activation: str | ClampedSwiglu) -> Callable[..., jax.Array]:
     """Returns the differentiable experts of a recipe: x is gathered and gated where it is cast."""
-    keeps_state = group_quantizer_of(recipe).keeps_state
+    keeps_state = group_quantizer_of("moe", recipe).keeps_state
 
     def layers(states: Any, groups: Groups) -> tuple[GroupLayer, GroupLayer]:
         if not keeps_state:
-            return GroupLayer(recipe, {}, groups), GroupLayer(recipe, {}, groups)
+            return GroupLayer("moe", recipe, {}, groups), GroupLayer("moe", recipe, {}, groups)
         if not all(states):
             raise ValueError("moe: states must be given with DelayedScaling, got none")
         whole = (fp8_state.as_floats(state) for state in states)
         chosen: Any = recipe
-        one, two = (GroupLayer(recipe, fp8_state.entered(each, chosen), groups) for each in whole)
+        one, two = (
+            GroupLayer("moe", recipe, fp8_state.entered(each, chosen), groups) for each in whole
+        )
         return one, two
 
     def forward(primals: Any, both: Any, ids: Any, groups: Groups, wanted: _Wanted) -> Any:
@@ -170,7 +172,7 @@ def _fp8_experts(recipe: Recipe, activation: str | ClampedSwiglu) -> Callable[..
 
     def bwd(residuals: Any, dy: Any) -> Any:
         wanted, kinds, kept, wi_bias, ids, groups, states, before = residuals
-        both = [GroupLayer(recipe, state, groups) for state in states]
+        both = [GroupLayer("moe", recipe, state, groups) for state in states]
         made = backward(materialised(dy), both, kept, wi_bias, ids, wanted)
         gradients = [
             gradient_like(kind, None if each is None else each.astype(kind.aval.dtype))

@@ -244,16 +244,16 @@ _SCHEMES: dict[str, Any] = {
 
 
 @functools.lru_cache(maxsize=64)
-def group_quantizer_of(recipe: Recipe) -> Any:
-    """Returns the quantizer of groups of a recipe that ``fp8_autocast`` has accepted."""
+def group_quantizer_of(op: str, recipe: Recipe) -> Any:
+    """Returns the quantizer of groups of a recipe that ``fp8_autocast`` accepted; for ``op``."""
     chosen: Any = recipe
     if chosen.quantizer not in _SCHEMES:
         raise NotImplementedError(
-            f"groups of rows: fp8_recipe must not have HiF8 as its format in JAX, got {recipe!r}"
+            f"{op}: fp8_recipe must not have HiF8 as its format in JAX, got {recipe!r}"
         )
     if any(chosen.override_linear_precision):
         raise NotImplementedError(
-            "groups of rows: override_linear_precision must be (False, False, False) in JAX, got"
-            f" {chosen.override_linear_precision}"
+            f"{op}: override_linear_precision must be (False, False, False) in JAX, got "
+            f"{chosen.override_linear_precision}"
         )
     return _SCHEMES[chosen.quantizer](recipe)

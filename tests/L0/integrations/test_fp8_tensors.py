@@ -166,6 +166,10 @@ def test_files_have_the_same_bits(name, fuse, method, weights, tmp_path):
     _, model = made(name, fuse)
     export_fp8(model, tmp_path, quant_method=method, weights=weights)
     wanted = load_file(tmp_path / "model.safetensors")
+    if (name, method, weights) == ("t5", "compressed-tensors", "block"):
+        with pytest.raises(ValueError, match="weights must be 'tensor' with quant_method 'compr"):
+            dict(fp8_tensors(model, quant_method=method, weights=weights))
+        return
     found = dict(fp8_tensors(model, quant_method=method, weights=weights))
     assert found.keys() == wanted.keys()
     for key, value in wanted.items():

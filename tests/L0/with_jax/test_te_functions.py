@@ -385,7 +385,7 @@ MISTAKES = {
                      lambda: grouped_dense(X, G, jnp.array([1, 2, 3]))),
     "group bias": (ValueError, r"bias must be \[2, 6\], got \[6\]",
                    lambda: grouped_dense(X, G, jnp.array([1, 2]), bias=jnp.ones(6))),
-    "group precision": (NotImplementedError, "override_linear_precision must be",
+    "group precision": (NotImplementedError, "grouped_dense: override_linear_precision must",
                         lambda: grouped_dense(X, G, jnp.array([1, 2]), quantizer_set=PRECISE)),
 }  # fmt: skip
 
