@@ -166,7 +166,9 @@ class ModuleFP8:
             state.fit(cast(DelayedScaling, recipe), device)
         sets = self._sets.get(key)
         if sets is None:
-            slots = state.slots() if recipe.keeps_state else None
+            with torch.inference_mode(False):
+                self.handle = torch.tensor([self.number], device="cpu")
+            slots = state.slots(self.handle) if recipe.keeps_state else None
             sets = build_quantizers(recipe, slots, state.gemms, device)
             if self.observer is not None:
                 sets = self.observer(sets)
@@ -174,8 +176,6 @@ class ModuleFP8:
             forward = [q for gemm in sets.recording for q in (gemm.input, gemm.weight)]
             tensors = [tensor for q in forward for tensor in q.state_tensors()]
             setattr(self._compiled, key, (sets, tensors))
-            with torch.inference_mode(False):
-                self.handle = torch.tensor([self.number], device="cpu")
         if records:
             self._active_key, self._active = key, sets
         return sets

@@ -19,7 +19,6 @@ from .ranks import amax_groups, recipe_named, registry
 from .update import enter_region, update_if_due
 
 if TYPE_CHECKING:
-    from ...recipe import Recipe
     from ..module_fp8 import ModuleFP8
 
 # Written and read by the ops, which keeps them in order.
@@ -34,18 +33,13 @@ def enter_traced_region(key: str, group: Any, may_update: bool) -> None:
 
 
 def follow_traced_region(
-    used: list[tuple[ModuleFP8, str]] | None, module: ModuleFP8, recipe: Recipe, key: str
+    used: list[tuple[ModuleFP8, str]] | None, module: ModuleFP8, key: str
 ) -> None:
     """Adds to the traced graph an op that copies a module's current scales to the graph's tensors.
 
     If the region was entered outside the graph (``used`` is None), the graph uses the FP8 state
-    itself. With several amax groups, an op moves the module to the current one. A graph that
-    computes first scales also marks them as set, for each module that runs it.
+    itself. With several amax groups, an op moves the module to the current one.
     """
-    delayed: Any = recipe
-    first = recipe.keeps_state and delayed.first_step == "current"
-    if first and True in module.state.first_steps.due:
-        torch.ops.apex_te.end_first_steps(_token, module.handle)
     if used is None:
         if amax_groups.several:
             torch.ops.apex_te.note_region(_token, module.handle, key)
@@ -105,9 +99,9 @@ def _note(token: torch.Tensor, handle: torch.Tensor, key: str) -> None:
         registry.member(int(handle)).enter(amax_groups.current)
 
 
-def _end_first_steps(token: torch.Tensor, handle: torch.Tensor) -> None:
-    """Marks the first scales of module number ``handle`` as set; op ``end_first_steps``."""
-    registry.member(int(handle)).state.first_steps.end()
+def _end_first_step(handle: torch.Tensor, slot: int) -> None:
+    """Marks a slot's first scale of module number ``handle`` as set; op ``end_first_step``."""
+    registry.member(int(handle)).state.first_steps.due[slot] = False
 
 
 def _leave(
@@ -127,6 +121,7 @@ def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> N
 
 register("enter_region(Tensor(a!) token, str key, str? group, bool may_update) -> ()", _enter)
 register("note_region(Tensor(a!) token, Tensor handle, str key) -> ()", _note)
-register("end_first_steps(Tensor(a!) token, Tensor handle) -> ()", _end_first_steps)
+# Unless it says that it writes a tensor, no graph keeps it.
+register("end_first_step(Tensor(a!) handle, int slot) -> ()", _end_first_step)
 register("follow_region(Tensor token, Tensor handle, Tensor(a!)[] tensors, str key) -> ()", _follow)
 register("leave_region(Tensor(a!) token, Tensor handle, Tensor[] tensors, str key) -> ()", _leave)

@@ -422,8 +422,8 @@ class FP8State:
         group = self.sync.amax_group
         return (None, amax_groups.pending) if group is None else (group.number, group.pending)
 
-    def slots(self) -> Slots:
-        """Returns the views of the tensors that a scheme's quantizers use."""
+    def slots(self, handle: torch.Tensor) -> Slots:
+        """Returns the views of the tensors that a scheme's quantizers use; ``handle`` as there."""
 
         def forward(i: int) -> Slot:
             scale, inverse = self.scale_fwd[i : i + 1], self.scale_inv_fwd[i : i + 1]
@@ -441,7 +441,7 @@ class FP8State:
             for g in range(self.gemms)
         )  # fmt: skip
         first = self.first_steps
-        return Slots(gemms, first.due, first.on_device, self.sync, update_scales)
+        return Slots(gemms, first.due, first.on_device, self.sync, update_scales, handle)
 
     def fit(self, recipe: DelayedScaling, device: torch.device) -> None:
         """Makes scales and amax histories fit ``recipe``.

@@ -60,6 +60,7 @@ class Slots:
 
     ``first_due`` is True for slots whose first scale is still to be computed. ``first_on_device``
     has such flags, int32, for groups of rows, since only the device knows which are empty.
+    ``handle`` is the module's number, for ops in compiled code.
     """
 
     gemms: tuple[GemmSlots, ...]
@@ -67,6 +68,7 @@ class Slots:
     first_on_device: dict[tuple[int, ...], torch.Tensor]
     sync: ScaleSharing
     update_scales: Callable[..., None]
+    handle: torch.Tensor
 
 
 class Layout:

@@ -51,12 +51,13 @@ class FirstStep:
     """
 
     __slots__ = (
-        "due", "fp8_max", "group", "index", "on_device", "recipe", "scale", "scale_inv",
+        "due", "fp8_max", "group", "handle", "index", "on_device", "recipe", "scale", "scale_inv",
         "update_scales",
     )  # fmt: skip
 
     def __init__(self, slots: Slots, slot: Slot, fp8_max: float, recipe: DelayedScaling) -> None:
         self.due = slots.first_due
+        self.handle = slots.handle
         self.on_device = slots.first_on_device
         self.update_scales = slots.update_scales
         self.index = slot.number
@@ -89,7 +90,9 @@ class FirstStep:
             self.scale_inv.copy_(torch.where(due, scale_inv, self.scale_inv))
             flag.zero_()
         # Last, because a recipe's function may raise.
-        if not torch.compiler.is_compiling():  # else the graph marks the module's slots
+        if torch.compiler.is_compiling():
+            torch.ops.apex_te.end_first_step(self.handle, self.index)
+        else:
             self.due[self.index] = False
 
     def _flag(self) -> torch.Tensor | None:

@@ -335,7 +335,7 @@ class FP8Module(torch.nn.Module):
         sets = self._fp8.quantizers(key, region.recipe, device, region.records, region.amax_group)
         if region.records:
             if compiling:
-                follow_traced_region(region.traced, self._fp8, region.recipe, key)
+                follow_traced_region(region.traced, self._fp8, key)
             if not compiling:
                 modes.recompute = sets.recompute
                 modes.recompute_fp8 = fp8

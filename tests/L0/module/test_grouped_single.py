@@ -280,7 +280,6 @@ def test_compiled(device, name):
     assert_close(single.weight.grad, other.weight.grad)
 
 
-@pytest.mark.cover(0)
 @pytest.mark.parametrize("name", ["blockwise", "tensorwise", "first"])
 def test_compiled_microbatches(device, name):
     """Later microbatches read the first one's copies, until weights change."""
