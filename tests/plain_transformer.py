@@ -154,10 +154,34 @@ class Plain:
 def compare(module, call, plain, *inputs, grad=None):
     """``call(module, *inputs)`` against ``plain(parameters, *inputs)``: result and all gradients.
 
-    ``inputs`` and what ``plain`` gives lie on the CPU.
+    ``inputs`` and what ``plain`` gives lie on the CPU. In 16 bits five draws count together where
+    one is not enough: of few elements one says little.
     """
+    draws = [_results(module, call, plain, inputs, grad)]
+    try:
+        _check(*draws)
+    except AssertionError:
+        if draws[0][0][1].dtype is torch.float32:
+            raise
+        for _ in range(4):
+            drawn = [t.flatten()[torch.randperm(t.numel())].view(t.shape) for t in inputs]
+            draws.append(_results(module, call, plain, drawn, grad))
+        _check(*draws)
+
+
+def _check(*draws):
+    for each in zip(*draws, strict=True):
+        label, *results = each[0][0], *(torch.stack(t) for t in zip(*(e[1:] for e in each)))
+        try:
+            assert_layer_matches(*results)
+        except AssertionError as error:
+            raise AssertionError(f"{label}: {error}") from error
+
+
+def _results(module, call, plain, inputs, grad):
+    """For each result its label, and values of the module, in float64 and in plain PyTorch."""
     device = Plain.device = next(module.parameters()).device
-    leaves = [t.to(device).requires_grad_() for t in inputs]
+    leaves = [t.detach().to(device).requires_grad_() for t in inputs]
     out = call(module, *leaves)
     grad = torch.randn(out.shape).to(out.dtype) / 4 if grad is None else grad
     names = [name for name, _ in module.named_parameters()]
@@ -176,8 +200,4 @@ def compare(module, call, plain, *inputs, grad=None):
 
     exact, same = run(torch.float64), run(out.dtype)
     labels = ["output", *(f"input {i}" for i in range(len(inputs))), *names]
-    for label, a, b, c in zip(labels, [out, *actual], exact, same, strict=True):
-        try:
-            assert_layer_matches(a, b, c)
-        except AssertionError as error:
-            raise AssertionError(f"{label}: {error}") from error
+    return list(zip(labels, [out, *actual], exact, same, strict=True))

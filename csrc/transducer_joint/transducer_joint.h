@@ -4,7 +4,7 @@
 // A cell behind a sample's lengths is -1; packed, there is none. The mask has a byte for each
 // element, 1 if it is above 0 (with ReLU) and kept. The draw is a function of the seed, the row and
 // the column (common/numerics/philox.h). Backward reads the gradient once: df sums over u, dg over
-// t in tiles of 64, whose sums are added in order. All sums are in fp32.
+// t in tiles of 64, whose sums are added in order, in fp32; on a CPU all sums are in double.
 #pragma once
 
 #include "common/numerics/philox.h"

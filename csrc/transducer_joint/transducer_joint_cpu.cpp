@@ -12,10 +12,10 @@ namespace apex_te {
 namespace {
 
 constexpr int64_t kCols = 256, kVec = 8;  // columns at a time
-constexpr int64_t kPart = 8;              // rows whose sum is added to that of a tile
 
 struct Rows {
-  float f[kCols], g[kCols], sum[kCols], tile[kCols], total[kCols];
+  float f[kCols], g[kCols], sum[kCols];
+  double total[kCols];
 };
 
 // n elements from `col` on of a row: f + g, ReLU and dropout, and their bytes of the mask.
@@ -59,17 +59,12 @@ void fwd_frame(const TransducerJoint& p, const RowDType& dtype, int64_t b, int64
   }
 }
 
-// Adds n elements of a row's gradient to the sum.
+// Adds n elements of a row's gradient to the total.
 void add_row(const TransducerJoint& p, const RowDType& dtype, int64_t row, int64_t col, int64_t n,
              Rows& own) {
   dtype.widen(p.grad, row * p.cols + col, n, own.f);
   const uint8_t* kept = p.kept ? p.kept + row * p.cols + col : nullptr;
-  for (int64_t i = 0; i < n; ++i) own.sum[i] += !kept || kept[i] ? own.f[i] * p.scale : 0.0f;
-}
-
-void flush(int64_t n, float* from, float* to) {
-  for (int64_t i = 0; i < n; ++i) to[i] += from[i];
-  std::fill_n(from, n, 0.0f);
+  for (int64_t i = 0; i < n; ++i) own.total[i] += !kept || kept[i] ? own.f[i] * p.scale : 0.0f;
 }
 
 // The gradient of frame or place `at` of a sample: a sum over the places or the frames.
@@ -82,20 +77,16 @@ void bwd_line(const TransducerJoint& p, const RowDType& dtype, int64_t b, int64_
   Rows& own = thread_scratch<Rows>();
   for (int64_t col = 0; col < p.cols; col += kCols) {
     const int64_t n = std::min(kCols, p.cols - col);
-    for (float* each : {own.sum, own.tile, own.total}) std::fill_n(each, n, 0.0f);
-    for (int64_t begin = 0; begin < count; begin += kTransducerJointTile) {
-      const int64_t end = std::min(count, begin + kTransducerJointTile);
-      for (int64_t i = begin; i < end; ++i) {
-        const int64_t t = is_frame ? at : i, u = is_frame ? i : at;
-        add_row(p, dtype, cells.first(b) + t * cells.pitch(b) + u, col, n, own);
-        if ((i + 1) % kPart == 0 || i + 1 == end) flush(n, own.sum, own.tile);
-      }
-      flush(n, own.tile, own.total);
+    std::fill_n(own.total, n, 0.0);
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t t = is_frame ? at : i, u = is_frame ? i : at;
+      add_row(p, dtype, cells.first(b) + t * cells.pitch(b) + u, col, n, own);
     }
+    for (int64_t i = 0; i < n; ++i) own.sum[i] = static_cast<float>(own.total[i]);
     if (is_frame)
-      dtype.narrow(own.total, n, p.df, (b * cells.frames + at) * p.cols + col);
+      dtype.narrow(own.sum, n, p.df, (b * cells.frames + at) * p.cols + col);
     else
-      dtype.narrow(own.total, n, p.dg, (b * cells.places + at) * p.cols + col);
+      dtype.narrow(own.sum, n, p.dg, (b * cells.places + at) * p.cols + col);
   }
 }
 

@@ -58,7 +58,8 @@ def test_residual_and_relu_in_every_layout(device, layout, with_z, relu, dtype, 
     x, z = (torch.randn(4, 8, 5, 3).to(dtype).to(device) for _ in range(2))
     ours = SyncBatchNorm(8, channel_last=layout == "last", fuse_relu=relu).to(device).train(train)
     theirs = torch.nn.BatchNorm2d(8).double().to(device).train(train)
-    for model in (ours, theirs):
+    plain = torch.nn.BatchNorm2d(8).to(device).train(train)
+    for model in (ours, theirs, plain):
         torch.nn.init.normal_(model.running_mean)
         model.running_mean.copy_(torch.linspace(-1, 1, 8))
         torch.nn.init.constant_(model.weight, 1.5)
@@ -74,16 +75,20 @@ def test_residual_and_relu_in_every_layout(device, layout, with_z, relu, dtype, 
     assert y.stride() == leaves[0].stride()
     dy = torch.randn(y.shape).to(dtype).to(device)
     y.backward(dy)
-    wide = [t.double().requires_grad_() for t in (x, z)]
-    right = theirs(wide[0]) + wide[1] if with_z else theirs(wide[0])
-    right = right.relu() if relu else right
-    right.backward(dy.double().movedim(-1, 1) if layout == "last" else dy.double())
-    count = 2 if with_z else 1
-    pairs = [(y, right), *((a.grad, b.grad) for a, b in zip(leaves[:count], wide, strict=False))]
-    for a, b in pairs:
+
+    def torchs(model, wide):
+        given = [t.to(wide).requires_grad_() for t in ((x, z) if with_z else (x,))]
+        out = sum(given[1:], model(given[0]))
+        out = out.relu() if relu else out
+        out.backward((dy.movedim(-1, 1) if layout == "last" else dy).to(wide))
+        return [out, *(t.grad for t in given)]
+
+    found = [y, *(t.grad for t in leaves if t.grad is not None)]
+    both = torchs(theirs, torch.float64), torchs(plain, torch.float32)
+    for a, b, c in zip(found, *both, strict=True):
         a = a.movedim(-1, 1) if layout == "last" else a
         assert a.dtype is dtype
-        assert_as_good_as_torch(a.contiguous(), b.cpu(), b.cpu().to(dtype))
+        assert_as_good_as_torch(a.contiguous(), b, c.to(dtype))
 
 
 def test_sync_batch_norm_refuses():

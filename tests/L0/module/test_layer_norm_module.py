@@ -169,7 +169,7 @@ def test_inputs_of_another_dtype_than_the_parameters(ours, torchs, dtype, given)
     ]
     for a, b in zip(*grads, strict=True):
         assert a.dtype is b.dtype
-        torch.testing.assert_close(b, a, rtol=0.03, atol=0.03)
+        assert (b - a).float().norm() < 0.03 * a.float().norm()
 
 
 @both
