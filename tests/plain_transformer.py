@@ -171,7 +171,7 @@ def compare(module, call, plain, *inputs, grad=None):
 
 def _check(*draws):
     for each in zip(*draws, strict=True):
-        label, *results = each[0][0], *(torch.stack(t) for t in zip(*(e[1:] for e in each)))
+        label, *results = each[0][0], *(torch.stack([e[i] for e in each]) for i in (1, 2, 3))
         try:
             assert_layer_matches(*results)
         except AssertionError as error:
