@@ -6,6 +6,7 @@ from .module import LayerNorm as LayerNorm
 from .module import LayerNormLinear as LayerNormLinear
 from .module import LayerNormMLP as LayerNormMLP
 from .module import Linear as Linear
+from .module import MoEBlock as MoEBlock
 from .module import MultiHeadAttention as MultiHeadAttention
 from .module import TransformerLayer as TransformerLayer
 from .module import TransformerLayerType as TransformerLayerType
@@ -16,6 +17,6 @@ from .state import value_and_grad as value_and_grad
 
 __all__ = [
     "DotGeneral", "DotProductAttention", "FP8State", "LayerNorm", "LayerNormLinear",
-    "LayerNormMLP", "Linear", "MultiHeadAttention", "TransformerLayer", "TransformerLayerType",
-    "grad", "use_refs", "value_and_grad",
+    "LayerNormMLP", "Linear", "MoEBlock", "MultiHeadAttention", "TransformerLayer",
+    "TransformerLayerType", "grad", "use_refs", "value_and_grad",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""The nnx modules: dense layers, norms, MLP, attention and Transformer layers."""
+"""The nnx modules: dense layers, norms, MLP, experts, attention and Transformer layers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flax import nnx
 
 from ...recipe import DelayedScaling, Recipe
 from .. import contraction, fp8_state
-from ..flax import attention, module, transformer
+from ..flax import attention, module, moe, transformer
 from ..flax.dot_general import multiply
 from ..flax.transformer import TransformerLayerType
 from ..region import checked_recipe
@@ -19,7 +19,7 @@ from .from_linen import FP8Holder, FromLinen, checked_width
 
 __all__ = [
     "DotGeneral", "DotProductAttention", "LayerNorm", "LayerNormLinear", "LayerNormMLP", "Linear",
-    "MultiHeadAttention", "TransformerLayer",
+    "MoEBlock", "MultiHeadAttention", "TransformerLayer",
 ]  # fmt: skip
 
 
@@ -157,6 +157,59 @@ class LayerNormMLP(FromLinen):
             deterministic: True turns dropout off; None: as ``eval()`` and ``train()`` say.
         """
         return self._apply(inputs, deterministic=deterministic)
+
+
+class MoEBlock(FromLinen):
+    """Mixture of experts: each token through the gated MLPs that a router chooses.
+
+    Attributes:
+        gate_kernel: [in, num_experts].
+        wi: [num_experts, in, 2 * intermediate_size], with the gates first.
+        wo: [num_experts, intermediate_size, in].
+        wi_bias, wo_bias: biases, with ``use_ffn_bias=True``.
+        expert_bias, tokens_per_expert: [num_experts], with ``use_expert_routing_bias=True``: the
+            router's bias, whose gradient is 0, and the experts' numbers of tokens in the last
+            call, of which ``te.update_expert_bias`` makes the next bias.
+
+    Args:
+        in_features: extent of the input's last dimension.
+        num_experts: number of experts.
+        intermediate_size: features between the two GEMMs of an expert.
+        rngs: random numbers, of the stream "params".
+        options: other fields of ``apex_te.jax.flax.MoEBlock``, such as ``num_experts_per_tok``.
+
+    Raises:
+        TypeError: an extent is not an int, ``rngs`` is not an ``nnx.Rngs``, or an option is not a
+            field.
+        ValueError: an extent is not positive, or an option has a wrong value.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        num_experts: int,
+        intermediate_size: int,
+        *,
+        rngs: nnx.Rngs,
+        **options: Any,
+    ) -> None:
+        fixed = {"num_experts": num_experts, "intermediate_size": intermediate_size}
+        super().__init__(moe.MoEBlock, fixed, options, rngs)
+        self._make_parameters(rngs, (checked_width(self, "in_features", in_features),))
+        if self.linen.use_expert_routing_bias:
+            self.tokens_per_expert = nnx.BatchStat(jnp.zeros(num_experts, jnp.int32))
+
+    def __call__(self, inputs: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """Returns the output, and the sum of the losses that are asked for, or None.
+
+        Args:
+            inputs: [..., in].
+        """
+        made, sown = self._apply(inputs, mutable=["intermediates"])
+        if self.linen.use_expert_routing_bias:
+            (tokens,) = sown["intermediates"]["tokens_per_expert"]
+            self.tokens_per_expert.set_value(tokens)
+        return made
 
 
 class DotProductAttention(FromLinen):

@@ -56,6 +56,10 @@ KINDS = {
         lambda rngs: te_nnx.TransformerLayer(rngs=rngs, **LAYER),
         te_flax.TransformerLayer(**LAYER),
     ),
+    "experts": (
+        lambda rngs: te_nnx.MoEBlock(IN, 4, OUT, rngs=rngs, use_ffn_bias=True, aux_loss_coeff=0.1),
+        te_flax.MoEBlock(4, 2, OUT, use_ffn_bias=True, aux_loss_coeff=0.1),
+    ),
 }
 X = jax.random.normal(jax.random.key(0), (2, 8, IN))
 
@@ -185,6 +189,7 @@ def test_linear_is_linens_and_torchs_over_20_steps(chosen):
 @pytest.mark.parametrize(
     ("kind", "chosen"),
     [("norm", DELAYED), ("mlp", DELAYED), ("attention", DELAYED), ("layer", DELAYED),
+     ("experts", DELAYED), ("experts", RECIPES[1]), ("experts", RECIPES[3]),
      ("norm", RECIPES[5]), ("mlp", RECIPES[3]), ("attention", RECIPES[2]), ("layer", RECIPES[4])],
     ids=repr,
 )  # fmt: skip
@@ -199,6 +204,53 @@ def test_layers_are_linens(kind, chosen):
         return x, jax.random.normal(jax.random.key(99 - number), (*X.shape[:-1], width))
 
     assert_same_as_linen(model, module, chosen, 20 if chosen.keeps_state else 3, draw)
+
+
+def test_experts_balance_their_tokens_as_linens():
+    """The losses of the router, and its bias by the numbers of tokens, which backward leaves."""
+    options = {"use_expert_routing_bias": True, "score_function": "sigmoid", "z_loss_coeff": 0.1}
+    with te.fp8_autocast(True, DELAYED):
+        model = te_nnx.MoEBlock(IN, 4, OUT, rngs=nnx.Rngs(0), aux_loss_coeff=0.1, **options)
+    module = te_flax.MoEBlock(4, 2, OUT, aux_loss_coeff=0.1, **options)
+    variables = collections(model)
+
+    def loss(model, x):
+        y, losses = model(x)
+        return (y**2).mean() + losses
+
+    @nnx.jit
+    def step(model, x):
+        with te.fp8_autocast(True, DELAYED):
+            found = nnx.value_and_grad(loss)(model, x)
+        model.expert_bias[...] = te.update_expert_bias(
+            model.expert_bias[...], model.tokens_per_expert[...]
+        )
+        return found
+
+    @jax.jit
+    def linen(variables, x):
+        def loss(variables):
+            (y, losses), sown = module.apply(variables, x, mutable=["intermediates"])
+            return (y**2).mean() + losses, sown["intermediates"]["tokens_per_expert"][0]
+
+        with te.fp8_autocast(True, DELAYED):
+            (value, tokens), grads = jax.value_and_grad(loss, has_aux=True)(variables)
+        bias = te.update_expert_bias(variables["params"]["expert_bias"], tokens)
+        return value, tokens, bias, grads
+
+    for number in range(4):
+        x = jax.random.normal(jax.random.key(number), X.shape)
+        value, grads = step(model, x)
+        expected, tokens, bias, gradients = linen(variables, x)
+        assert_equal(value, expected)
+        assert_equal(nnx.to_pure_dict(grads), gradients["params"])
+        assert not grads["expert_bias"].get_value().any()
+        assert_equal(model.tokens_per_expert[...], tokens)
+        assert int(tokens.sum()) == 2 * X.shape[0] * X.shape[1]
+        assert_equal(model.expert_bias[...], bias)
+        variables = te.update_collections({"fp8_metas": gradients["fp8_metas"]}, variables)
+        variables["params"]["expert_bias"] = bias
+    assert bias.any()
 
 
 def test_a_transformer_layer_is_torchs():
