@@ -78,7 +78,8 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t tile = item / place_tiles, b = tile / frame_tiles;
   const int64_t col = (int64_t{blockIdx.y} * kFwdLanes + threadIdx.x % kFwdLanes) * kVec;
   const int64_t left = p.cols - col;
-  constexpr bool kWhole = kFwdLanes == 32;  // a warp of lanes goes on together
+  // A warp of lanes goes on together; beside the arithmetic of a mask the exchange only costs.
+  constexpr bool kWhole = kPlain && kFwdLanes == 32;
   if (b >= cells.batch || (!kWhole && left <= 0)) return;
   const int64_t t0 = (tile - b * frame_tiles) * kFrames, u0 = (item - tile * place_tiles) * kPlaces;
   const int64_t frames = cells.frames_of(b), places = cells.places_of(b);

@@ -10,7 +10,7 @@ from programs import captured
 
 pytest.importorskip("flax.nnx")
 pytest.importorskip("optax")
-from on_a_gpu import CASES  # noqa: E402
+from on_a_gpu import CASES
 
 HERE = Path(__file__).resolve().parent
 
