@@ -238,7 +238,8 @@ def scaled_multiply_groups(
         fast: accumulate along K in the tensor cores only, which keep fewer bits than float32. If
             False, partial sums of 128 terms, or of all if they are 512 at most, are added in
             float32. Without a kernel for grouped FP8 GEMMs (see ``has_grouped_fp8``) the data is
-            converted to bfloat16 and this has no effect.
+            converted and this has no effect; on a GPU sums are then rounded to bfloat16 before
+            they are scaled.
 
     Returns:
         [rows, N] bfloat16; rows after the last group have undefined values.
@@ -256,11 +257,11 @@ def scaled_multiply_groups(
         "scaled_multiply_groups", a=a, b=b, a_scale_inv=a_scale_inv, b_scale_inv=b_scale_inv,
         groups=groups.table,
     )  # fmt: skip
-    out = multiply_groups(decode(a), decode(b), groups)
+    out = multiply_groups(_values(a), _values(b), groups)
     group = _group_of_rows(groups.ends, a.shape[0]).clamp_(max=groups.num_groups - 1)
     # One combined factor: multiplying by two would round the result twice.
     scale_rows(out, a_scale_inv * b_scale_inv[group])
-    return out
+    return out.to(torch.bfloat16)
 
 
 @checked
@@ -314,11 +315,17 @@ def scaled_contract_groups(
     )  # fmt: skip
     # torch's kernels do not check the ends.
     wide = wide or out is not None
-    made = _contract_values(decode(a), decode(b).t(), ends.clamp(0, a.shape[1]), wide)
+    made = _contract_values(_values(a), _values(b).t(), ends.clamp(0, a.shape[1]), wide)
     # [groups * M] factors, one a row: [groups] alone would not keep a GPU busy.
     factor = (a_scale_inv * b_scale_inv)[:, None].expand(-1, a.shape[0]).contiguous().view(-1)
     scale_rows(made.flatten(0, 1), factor)
-    return _stored(made, out, accumulate)
+    return _stored(made if wide else made.to(torch.bfloat16), out, accumulate)
+
+
+def _values(fp8_data: torch.Tensor) -> torch.Tensor:
+    """Returns values whose products are rounded once on a CPU, which multiplies bfloat16 slowly."""
+    values = decode(fp8_data)
+    return values if values.is_cuda else values.float()
 
 
 def _check_out(

@@ -41,20 +41,21 @@ _S = jax.ShapeDtypeStruct
 def multiply_groups(a: jax.Array, b: jax.Array, groups: Groups) -> jax.Array:
     """Multiplies each row by its group's matrix: ``out[r] = b[g] @ a[r]``, row r in group g."""
     _check_operands("multiply_groups", a, b, groups)
-    return _multiplied(jnp.asarray(a), jnp.asarray(b), groups.ends)
+    a = jnp.asarray(a)
+    return _multiplied(a, jnp.asarray(b), groups.ends, a.dtype)
 
 
-def _multiplied(a: jax.Array, b: jax.Array, ends: jax.Array) -> jax.Array:
+def _multiplied(a: jax.Array, b: jax.Array, ends: jax.Array, dtype: Any) -> jax.Array:
     """Computes ``multiply_groups`` with masked rows, one group after the other."""
     at = jnp.arange(a.shape[0])[:, None]
-    out = jnp.zeros((a.shape[0], b.shape[1]), a.dtype)
+    out = jnp.zeros((a.shape[0], b.shape[1]), dtype)
     out, a, b, ends = vary_alike([out, a, b, ends])
 
     def add(out: jax.Array, group: tuple[Any, ...]) -> tuple[jax.Array, None]:
         matrix, begin, end = group
         own = (at >= begin) & (at < end)
         # Masked, not multiplied by 0: rows of no group may have NaN.
-        product = _dot(jnp.where(own, a, 0), matrix.T).astype(a.dtype)
+        product = _dot(jnp.where(own, a, 0), matrix.T).astype(dtype)
         return jnp.where(own, product, out), None
 
     return jax.lax.scan(add, out, (b, *_places(ends)))[0]
@@ -135,10 +136,11 @@ def scaled_multiply_groups(
     operands = _checked(name, a, a_scale_inv, (groups.rows,), b, b_scale_inv, groups.num_groups)
 
     def decoded(a: Any, a_scale: Any, b: Any, b_scale: Any, ends: Any) -> jax.Array:
-        out = _multiplied(decode(a), decode(b), ends)
+        out = _multiplied(decode(a), decode(b), ends, jnp.float32)
         group = jnp.searchsorted(ends, jnp.arange(a.shape[0], dtype=jnp.int32), side="right")
         # One combined factor: multiplying by two would round the result twice.
-        return scale_rows(out, a_scale * b_scale[jnp.minimum(group, groups.num_groups - 1)])
+        factor = a_scale * b_scale[jnp.minimum(group, groups.num_groups - 1)]
+        return scale_rows(out, factor).astype(jnp.bfloat16)
 
     def multiplied(a: Any, a_scale: Any, b: Any, b_scale: Any, ends: Any) -> jax.Array:
         given = {"a": a, "a_scale_inv": a_scale, "b": b, "b_scale_inv": b_scale, "ends": ends}
@@ -178,10 +180,10 @@ def scaled_contract_groups(
     dtype = jnp.float32 if wide else jnp.bfloat16
 
     def decoded(a: Any, a_scale: Any, b: Any, b_scale: Any, ends: Any) -> jax.Array:
-        out = _contracted(decode(a), decode(b).T, jnp.clip(ends, 0, a.shape[1]), wide)
+        out = _contracted(decode(a), decode(b).T, jnp.clip(ends, 0, a.shape[1]), True)
         # A factor for each row: one for each group alone would not keep a GPU busy.
         factor = jnp.repeat(a_scale * b_scale, a.shape[0])
-        return scale_rows(out.reshape(-1, out.shape[2]), factor).reshape(out.shape)
+        return scale_rows(out.reshape(-1, out.shape[2]), factor).reshape(out.shape).astype(dtype)
 
     def contracted(a: Any, a_scale: Any, b: Any, b_scale: Any, ends: Any) -> jax.Array:
         given = {"a": a, "a_scale_inv": a_scale, "b": b, "b_scale_inv": b_scale, "ends": ends}
@@ -225,7 +227,7 @@ def block_multiply_groups(
         scales = jnp.repeat(b_scale, _BLOCK, 1)[:, : b.shape[1]]
         scales = jnp.repeat(scales, _BLOCK, 2)[:, :, : b.shape[2]]
         w = decode(b).astype(jnp.float32) * scales
-        return _multiplied(x, w, ends).astype(jnp.bfloat16)
+        return _multiplied(x, w, ends, jnp.float32).astype(jnp.bfloat16)
 
     def multiplied(a: Any, a_scale: Any, b: Any, b_scale: Any, ends: Any) -> jax.Array:
         given = {"a": a, "a_scale_inv": a_scale, "b": b, "b_scale_inv": b_scale, "ends": ends}

@@ -13,7 +13,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 PAIRS = [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2), (E5M2, E5M2)]
 NAN = 0x7F  # of both formats
 # The products are float32 sums in any order, kept to some 14 bits in the matrix units, and rounded
-# to bfloat16 twice where codes are decoded.
+# to bfloat16 twice where a GPU decodes codes.
 ROUNDING, SUM = 2.0**-7, 2.0**-12
 
 
@@ -211,6 +211,29 @@ def test_contract_values_wide(device, dtype):
     assert out.dtype is torch.float32
     for g, count in ((0, 64), (2, 13)):
         assert (out[g] == 2000.0 * count).all()
+
+
+def test_scaled_sums_are_rounded_once(device):
+    """Sums of small integers are exact, and those times the scales are rounded to bfloat16."""
+    splits, n, k = [48, 0, 80], 64, 256
+    groups = made(sum(splits), splits, device)
+    a, x, y = (torch.randint(-3, 4, shape).float() for shape in ((128, k), (n, 128), (k, 128)))
+    b, scales = torch.randint(-3, 4, (3, n, k)).float(), torch.rand(3) + 0.5
+    a_scale, group = torch.rand(128) + 0.5, torch.arange(3).repeat_interleave(torch.tensor(splits))
+    out = op.scaled_multiply_groups(
+        *(t.to(device) for t in (a.to(E4M3), a_scale, b.to(E4M3), scales)), groups, False
+    )
+    sums = torch.stack([b[g] @ row for g, row in zip(group.tolist(), a, strict=True)])
+    expected = (sums * (a_scale * scales[group])[:, None]).bfloat16()
+    assert_same_bits(out, expected.to(device))
+    codes_of = [t.to(E4M3).to(device) for t in (x, y)]
+    out = op.scaled_contract_groups(
+        codes_of[0], scales.to(device), codes_of[1], scales.flip(0).to(device),
+        torch.tensor([48, 64, 128], dtype=torch.int32, device=device), False,
+    )  # fmt: skip
+    for g, (begin, end) in enumerate([(0, 48), (48, 64), (64, 128)]):
+        sums = x[:, begin:end] @ y[:, begin:end].t()
+        assert_same_bits(out[g], (sums * (scales[g] * scales[2 - g])).bfloat16().to(device))
 
 
 def test_many_groups(device):
