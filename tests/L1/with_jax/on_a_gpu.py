@@ -1,6 +1,5 @@
 """Cases of test_on_a_gpu.py: ``python on_a_gpu.py CASE`` in a process whose JAX has a GPU."""
 
-import dataclasses
 import sys
 
 import jax
@@ -123,12 +122,7 @@ def assert_near_the_cpu(function, *args, bound=0.02):
 
 
 def gpu_is_cpu(kind, chosen):
-    """The first step of a layer: casts have the CPU's bits, GEMMs are rounded to bfloat16.
-
-    Without fast accumulation, after which other roundings of the experts' first GEMM differ by 2%.
-    """
-    if not isinstance(chosen, recipe.MXFP8Scaling):
-        chosen = dataclasses.replace(chosen, use_split_accumulator=(True, True, True))
+    """The first step of a layer: casts have the CPU's bits, GEMMs are rounded to bfloat16."""
     module = MODELS[kind][1]
     x, grad = data(0, IN), data(1, OUT if kind == "linear" else IN)
     with te.fp8_autocast(True, chosen):
