@@ -178,7 +178,17 @@ def _variable(collection: str, value: Any) -> Any:
     if not getattr(value, "names", ()):
         return kind(value.value)
     metadata = value.to_nnx_metadata()
+    if not _are_placed(value.names):  # else nnx takes names without a rule for axes of the mesh
+        metadata["eager_sharding"] = False
     return kind(metadata.pop("value"), **metadata)
+
+
+def _are_placed(names: Sequence[str | None]) -> bool:
+    """Returns True if rules, or the mesh itself, say where an array with these axes belongs."""
+    rules, axes = dict(nn.get_logical_axis_rules()), jax.sharding.get_abstract_mesh().axis_names
+    places = [rules.get(name, name) for name in names if name is not None]
+    used = [axis for each in places for axis in (each if isinstance(each, tuple) else (each,))]
+    return all(axis is None or axis in axes for axis in used)
 
 
 def _collect(owner: Any, found: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ import torch
 
 jax = pytest.importorskip("jax")
 optax = pytest.importorskip("optax")
+nn = pytest.importorskip("flax.linen")
 nnx = pytest.importorskip("flax.nnx")
 import jax.numpy as jnp  # noqa: E402
 from arrays import assert_same, to_jax  # noqa: E402
@@ -479,6 +480,35 @@ def test_parameters_have_logical_axes():
     several = te_nnx.Linear((2, 8), (4, 5), rngs=nnx.Rngs(0))
     assert several.kernel.shape == (2, 8, 4, 5)
     assert several(jnp.ones((3, 2, 8))).shape == (3, 4, 5)
+
+
+def test_logical_axes_place_parameters_where_rules_say_so():
+    """As in Linen, axes without a rule place nothing."""
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    resource = te.MeshResource(dp_resource="data", tp_resource="model")
+
+    def made(rules):
+        region = te.fp8_autocast(True, DELAYED, mesh_resource=resource)
+        with jax.set_mesh(mesh), region, nn.logical_axis_rules(rules()):
+            return te_nnx.TransformerLayer(rngs=nnx.Rngs(0), **LAYER)
+
+    alone, placed = made(tuple), made(lambda: te_flax.extend_logical_axis_rules(()))
+    assert_equal(pure(alone), pure(placed))
+    names = alone.mlp.wo_kernel.get_metadata()["out_sharding"]
+    assert names == placed.mlp.wo_kernel.get_metadata()["out_sharding"]
+    assert placed.mlp.wo_kernel.get_value().sharding.spec == PartitionSpec("model", None)
+    assert alone.mlp.wo_kernel.get_value().sharding.spec == PartitionSpec()
+
+
+def test_experts_on_four_devices_are_those_of_one():
+    mesh = jax.make_mesh((4,), ("expert",), axis_types=(AxisType.Auto,))
+    found = []
+    for axis in (None, "expert"):
+        with jax.set_mesh(mesh), te.fp8_autocast(True, DELAYED):
+            model = te_nnx.MoEBlock(IN, 8, OUT, rngs=nnx.Rngs(0), ep_axis=axis)
+            value, grads = steps(model)
+        found.append((value, grads, pure(model, te_nnx.FP8State)))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), *found)
 
 
 @pytest.mark.parametrize("chosen", [DELAYED, recipe.CurrentScaling()], ids=repr)
