@@ -169,7 +169,7 @@ class MoEBlock(FromLinen):
         wi_bias, wo_bias: biases, with ``use_ffn_bias=True``.
         expert_bias, tokens_per_expert: [num_experts], with ``use_expert_routing_bias=True``: the
             router's bias, whose gradient is 0, and the experts' numbers of tokens in the last
-            call, of which ``te.update_expert_bias`` makes the next bias.
+            call. ``te.update_expert_bias`` computes the next bias from both.
 
     Args:
         in_features: extent of the input's last dimension.
