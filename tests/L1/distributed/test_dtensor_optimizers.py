@@ -185,7 +185,11 @@ def test_gradients_of_other_placements(two_ranks):
         ("plain", "TypeError", "FusedSGD: gradients must be DTensors, as their parameters are"),
         ("mesh", "ValueError", "FusedSGD: gradients must be on the mesh of their parameter"),
         ("only the gradient", "TypeError", "grads[0] must have storage, got a DTensor"),
-        ("partial parameter", "ValueError", "params must be sharded or replicated if they are DTensors"),
+        (
+            "partial parameter",
+            "ValueError",
+            "params must be sharded or replicated if they are DTensors",
+        ),
     ):
         for found in two_ranks.run(_grads, how):
             assert found.startswith(f"{error}: ")
