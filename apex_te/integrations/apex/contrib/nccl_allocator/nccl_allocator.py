@@ -24,6 +24,9 @@ def init() -> None:
 def create_nccl_mem_pool(symmetric: bool | None = None) -> Any:
     """Returns a ``torch.cuda.MemPool`` whose memory NCCL allocates.
 
+    Delete its tensors and the pool before ``destroy_process_group``: PyTorch aborts the process
+    where the memory outlives NCCL.
+
     Args:
         symmetric: passed on to ``MemPool`` unless it is None.
 
