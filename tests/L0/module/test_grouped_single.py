@@ -280,7 +280,10 @@ def test_compiled(device, name):
     assert_close(single.weight.grad, other.weight.grad)
 
 
-@pytest.mark.parametrize("name", ["blockwise", "tensorwise", "first"])
+@pytest.mark.parametrize(
+    "name",
+    ["first", *(pytest.param(n, marks=pytest.mark.long) for n in ("blockwise", "tensorwise"))],
+)
 def test_compiled_microbatches(device, name):
     """Later microbatches read the first one's copies, until weights change."""
     single, _ = pair(device)
