@@ -161,7 +161,7 @@ class ModuleFP8:
         state = self.state
         exists = state.allocated and state.device.type != "meta"
         if exists and recipe.keeps_state and device.type != "meta" and state.device != device:
-            self.move(device)  # loaded for a module that has no parameters to say where it is
+            self.move(device)  # loaded for a module without parameters, so on the CPU
         if recipe.keeps_state and (records or not exists):
             state.fit(cast(DelayedScaling, recipe), device)
         sets = self._sets.get(key)

@@ -238,8 +238,8 @@ def scaled_multiply_groups(
         fast: accumulate along K in the tensor cores only, which keep fewer bits than float32. If
             False, partial sums of 128 terms, or of all if they are 512 at most, are added in
             float32. Without a kernel for grouped FP8 GEMMs (see ``has_grouped_fp8``) the data is
-            converted and this has no effect; on a GPU sums are then rounded to bfloat16 before
-            they are scaled.
+            converted and this option is ignored; on a GPU sums are then rounded to bfloat16
+            before they are scaled.
 
     Returns:
         [rows, N] bfloat16; rows after the last group have undefined values.
