@@ -283,6 +283,6 @@ def test_nccl_pool(tmp_path):
         segments = [(s["address"], s["total_size"]) for s in pool.snapshot()]
         assert any(start <= address < start + size for start, size in segments)
         backend.deregister_mem_pool(pool)
-        del x, pool  # before NCCL goes, of which the memory is
+        del x, pool  # NCCL's memory must be freed before the group is destroyed
     finally:
         distributed.destroy_process_group()

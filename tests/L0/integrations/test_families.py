@@ -174,7 +174,7 @@ def test_experts(name, tmp_path):
 
 
 def test_state_of_experts_is_loaded_where_they_are(device):
-    """Experts' GEMMs have no parameters, by which loaded state could find its device."""
+    """Loaded state follows the input's device: the GEMMs of experts are without parameters."""
     x, index = torch.randn(6, 32).to(device), torch.tensor([[0, 3]] * 6).to(device)
     weights = torch.rand(6, 2).to(device)
     models = [converted(build("qwen3_moe"), "qwen3_moe").to(device) for _ in range(2)]

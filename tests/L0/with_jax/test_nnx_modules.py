@@ -483,7 +483,7 @@ def test_parameters_have_logical_axes():
 
 
 def test_logical_axes_place_parameters_where_rules_say_so():
-    """As in Linen, axes without a rule place nothing."""
+    """Parameters whose axes are not in the rules stay unsharded, as in Linen."""
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     resource = te.MeshResource(dp_resource="data", tp_resource="model")
 
