@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from ..recipe import Recipe
 from . import fp8_state
-from ._partition import Kind, gradient_like, product_sharding, same_on_all
+from ._partition import Kind, gradient_like, product_sharding
 from .first_step import with_first_scale
 from .grouped_dense import grouped_dense
 from .ops._gradient import flag, is_wanted, materialised
@@ -204,9 +204,7 @@ def _fp8_dense(recipe: Recipe, gemm: int, inner: int) -> Callable[..., jax.Array
         keep = is_wanted(wanted[1]) and not high_precision_wgrad, is_wanted(wanted[0])
         y, qx, qk = forward(x_value, kernel_value, bias_value, moved, keep)
         if moved is not None:
-            history = moved["amax_history_fwd"]
-            for slot, q in ((_INPUT, qx), (_WEIGHT, qk)):
-                history = history.at[0, slot].set(same_on_all(history, q.amax)[0])
+            history = fp8_state.with_staged(moved["amax_history_fwd"], qx.amax, qk.amax)
             moved = {**moved, "amax_history_fwd": history}
         kept_x = _copy(qx, True) if keep[0] else x_value if is_wanted(wanted[1]) else None
         kept_kernel = _copy(qk, False) if keep[1] else None
@@ -236,8 +234,7 @@ def _fp8_dense(recipe: Recipe, gemm: int, inner: int) -> Callable[..., jax.Array
         dbias = None if qdy.dbias is None else qdy.dbias.astype(bias.aval.dtype)
         if state is not None:
             assert qdy.amax is not None
-            history = state["amax_history_bwd"]
-            history = history.at[0, _GRAD].set(same_on_all(history, qdy.amax)[0])
+            history = fp8_state.with_staged(state["amax_history_bwd"], qdy.amax)
             state = fp8_state.cotangent({**state, "amax_history_bwd": history}, gemm, before)
         return (
             gradient_like(x, dx),

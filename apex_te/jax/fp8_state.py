@@ -16,7 +16,7 @@ import numpy as np
 
 from ..recipe import DelayedScaling
 from . import first_step
-from ._partition import maximum_over
+from ._partition import maximum_over, same_on_all
 from .first_step import FIRST_DUE, SLOTS
 from .ops.amax_scale_update import amax_scale_update
 from .region import get_delayed_scaling
@@ -39,6 +39,20 @@ def initial(recipe: DelayedScaling, gemms: int = 1) -> dict[str, jax.Array]:
     return {**state, **first_step.initial(recipe, gemms), "uses": jnp.ones(gemms, jnp.float32)}
 
 
+def _first_row(history: jax.Array) -> jax.Array:
+    """Returns what marks row 0 for ``where``, which XLA fuses; a scatter is a kernel of its own."""
+    return jnp.arange(history.shape[0])[:, None] == 0
+
+
+def with_staged(history: jax.Array, *amaxes: jax.Array) -> jax.Array:
+    """Returns a GEMM's history with the amax values of its first slots, [1] each, in row 0."""
+    slots = jnp.arange(history.shape[1])
+    for slot, amax in enumerate(amaxes):
+        here = _first_row(history) & (slots == slot)
+        history = jnp.where(here, same_on_all(history, amax), history)
+    return history
+
+
 def _of_one_use(state: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a module's state as of one use, from one summed over several uses in one loss.
 
@@ -52,7 +66,7 @@ def _of_one_use(state: Mapping[str, Any]) -> dict[str, Any]:
         each = jnp.repeat(uses, slots)
         for name in (f"scale_{way}", f"scale_inv_{way}", f"amax_history_{way}"):
             found[name] = state[name] / each
-        found[name] = found[name].at[0].set(state[name][0])
+        found[name] = jnp.where(_first_row(state[name]), state[name], found[name])
         is_used = jnp.repeat(state["uses"] > 0, slots)
         for name in (f"scale_{way}", f"scale_inv_{way}"):
             found[name] = jnp.where(is_used, found[name], 1.0)
@@ -280,7 +294,7 @@ def _largest_staged(state: Mapping[str, Any], axis_names: tuple[str, ...]) -> di
     """Returns the histories with the maximum of all devices' staged amax values."""
     histories = {name: state[name] for name in state if name.startswith("amax_history")}
     return {
-        name: history.at[0].set(maximum_over(history[0], axis_names))
+        name: jnp.where(_first_row(history), maximum_over(history[0], axis_names), history)
         for name, history in histories.items()
     }
 

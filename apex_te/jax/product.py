@@ -9,7 +9,6 @@ import jax
 
 from ..recipe import Recipe
 from . import fp8_state
-from ._partition import same_on_all
 from .first_step import FIRST_DUE
 from .fused_casts import FusedCast
 from .quantizer import Quantized, quantizer_of
@@ -161,7 +160,4 @@ class Product:
         if part is None:
             return None
         name = f"amax_history_{way}"
-        history = part[name]
-        for slot, amax in enumerate(amaxes):
-            history = history.at[0, slot].set(same_on_all(history, amax)[0])
-        return {**part, name: history}
+        return {**part, name: fp8_state.with_staged(part[name], *amaxes)}

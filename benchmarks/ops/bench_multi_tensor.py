@@ -101,7 +101,7 @@ def optimizers(count: int, shape: tuple[int, ...]) -> Functions:
 def of_one_moment(p: list[torch.Tensor], g: list[torch.Tensor], m: list[torch.Tensor]) -> Functions:
     """Steps of float32 parameters with one moment; LARS and NovoGrad without the norms."""
     sums = [t.abs() for t in m]
-    counts = [torch.ones((), device="cuda") for _ in p]
+    counts = [torch.ones(()) for _ in p]  # on the CPU, where torch keeps them, so that it captures
 
     adagrad = {"lr_decay": 0.0, "eps": 1e-10, "maximize": False, "foreach": True}
     foreach = partial(foreach_adagrad, p, g, sums, counts, **DECAY, **adagrad)
