@@ -510,7 +510,8 @@ def test_meta_device_and_casts():
     assert layer.router.expert_bias.dtype is torch.float32
     assert bool((layer.router.expert_bias == 1e-3).all())
     assert layer.router.weight.dtype is torch.bfloat16
-    assert layer(torch.randn(4, hidden).bfloat16()).dtype is torch.bfloat16
+    x = torch.randn(4, hidden, device=layer.router.weight.device).bfloat16()
+    assert layer(x).dtype is torch.bfloat16
 
 
 @pytest.mark.parametrize(
