@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax.linen import partitioning
 from jax.sharding import PartitionSpec
 
-from ...recipe import DelayedScaling
+from ...recipe import DelayedScaling, Recipe
 from ...runtime.named_arguments import check_count
 from .. import _partition, fp8_state
 from ..activation import Function, Params, ordered
@@ -27,6 +27,7 @@ from ..layernorm_mlp import Between, norm_mlp
 from ..low_rank import adapted
 from ..ops._checks import FLOATS
 from ..places import Axes, placed
+from ..quantize import QuantizerFactory, QuantizerSet
 from ..region import active_recipe
 
 __all__ = [
@@ -178,6 +179,40 @@ class TransformerEngineBase(nn.Module):
             if self.is_initializing() or self.has_variable(name, key)
         }
         return fp8_state.checked(type(self).__name__, found, made)
+
+    def generate_quantizer_set(
+        self, postfix: str = "", variable_collection: str | None = None,
+        quantization_checkpoint_name: None = None, fp8_recipe: Recipe | str | None = None,
+        n_groups: int | None = None,
+    ) -> Any:  # fmt: skip
+        """Returns the ``QuantizerSet`` of one GEMM, for methods of modules that derive from this.
+
+        With ``DelayedScaling`` the module keeps the set's FP8 state.
+
+        Args:
+            postfix: tells the sets of a module apart.
+            variable_collection: the collection of the state; None: ``FP8_COLLECTION_NAME``.
+            quantization_checkpoint_name, fp8_recipe, n_groups: see
+                ``QuantizerFactory.create_set``; the first must be None.
+
+        Raises:
+            ValueError: the variables do not have the state, or in other shapes.
+            TypeError, NotImplementedError: as ``create_set``.
+        """
+        made = QuantizerFactory.create_set(
+            n_groups=n_groups, checkpoint_name=quantization_checkpoint_name, fp8_recipe=fp8_recipe
+        )
+        if not made.state:
+            return made
+        collection = variable_collection or fp8_state.FP8_COLLECTION_NAME
+        owner, name = type(self).__name__, f"quantizer_set{postfix}"
+        if not self.is_initializing() and not self.has_variable(collection, name):
+            raise ValueError(
+                f"{owner}: variables must have {name!r} in the collection {collection!r} with"
+                " DelayedScaling (call init with the same recipe), got none of this module"
+            )
+        found = self.variable(collection, name, lambda: made.state).value
+        return QuantizerSet(made.recipe, fp8_state.checked(owner, found, made.state))
 
     def _dense(
         self, x: jax.Array, kernel: Any, bias: Any, state: Any, gemm: int, inner: int = 1

@@ -1,11 +1,14 @@
 """Transformer Engine's functions of layers: those of the Flax modules, and loops over groups."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 jax = pytest.importorskip("jax")
 pytest.importorskip("flax.linen")
 import jax.numpy as jnp  # noqa: E402
+from flax import linen as nn  # noqa: E402
 
 import apex_te.jax as te  # noqa: E402
 import apex_te.jax.flax as te_flax  # noqa: E402
@@ -424,3 +427,63 @@ def test_mesh_axes_have_names_within_a_guard():
     assert global_mesh_resource() == MeshResource()
     with pytest.raises(TypeError, match="resource must be a MeshResource, got str"):
         global_shard_guard("data").__enter__()
+
+
+DATA = normal(11, ROWS, WIDTH)
+
+
+class TwoProducts(te_flax.TransformerEngineBase):
+    """Two products whose sets of quantizers the module makes; None takes the region's recipe."""
+
+    recipe: Any = None
+
+    @nn.compact
+    def __call__(self, x):
+        for name in ("_one", "_two"):
+            kernel = self.param(f"kernel{name}", nn.initializers.normal(0.2), (WIDTH, WIDTH))
+            made = self.generate_quantizer_set(name, fp8_recipe=self.recipe)
+            x = dense(x, kernel, quantizer_set=made)
+        return x
+
+
+@pytest.mark.parametrize("in_region", [False, True], ids=["given", "region"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_modules_make_their_sets_and_keep_the_state(name, in_region):
+    chosen = RECIPES[name]
+    module = TwoProducts(None if in_region else chosen)
+    with te.fp8_autocast(in_region and chosen is not None, chosen if in_region else None):
+        variables = module.init(jax.random.key(1), DATA)
+        params, state = variables["params"], {k: v for k, v in variables.items() if k != "params"}
+        one = QuantizerFactory.create_set(fp8_recipe=None if in_region else chosen)
+    assert set(state) == ({"fp8_metas"} if name == "delayed" else set())
+    sets = [one, one]
+
+    @jax.jit
+    def step(params, state):
+        return jax.grad(lambda p, s: (module.apply({"params": p, **s}, DATA) ** 2).sum(), (0, 1))(
+            params, state
+        )
+
+    @jax.jit
+    def expected(params, sets):
+        def loss(p, sets):
+            y = dense(DATA, p["kernel_one"], quantizer_set=sets[0])
+            return (dense(y, p["kernel_two"], quantizer_set=sets[1]) ** 2).sum()
+
+        return jax.grad(loss, (0, 1))(params, sets)
+
+    with te.fp8_autocast(in_region and chosen is not None, chosen if in_region else None):
+        for _ in range(4):
+            grads, state = step(params, state)
+            wanted, sets = expected(params, sets)
+            same(grads, wanted)
+    if state:
+        kept = state["fp8_metas"]
+        same([kept["quantizer_set_one"], kept["quantizer_set_two"]], [s.state for s in sets])
+
+
+def test_a_set_without_its_state_is_refused():
+    variables = TwoProducts("tensorwise").init(jax.random.key(1), DATA)
+    text = "TwoProducts: variables must have 'quantizer_set_one' in the collection 'fp8_metas'"
+    with pytest.raises(ValueError, match=text):
+        TwoProducts(DELAYED).apply(variables, DATA)
