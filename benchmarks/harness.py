@@ -38,6 +38,7 @@ LAYOUTS = {
     for name in ("both", "rowwise", "columnwise")
 }
 
+with_peers = True  # False: ``measure`` times no peer
 _FLUSH_BYTES = 256 << 20
 _flush: torch.Tensor | None = None
 
@@ -225,7 +226,7 @@ def measure(
     preallocated; a peer that raises is reported as not run.
     """
     running, missing = {}, {}
-    for name, peer in (peers or {}).items():
+    for name, peer in (peers or {}).items() if with_peers else ():
         try:
             peer()
             running[name] = peer

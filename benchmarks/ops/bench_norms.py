@@ -116,15 +116,18 @@ class Case:
         return [(*rest, peers() if with_peers else none) for *rest, peers in calls]
 
 
+@harness.case("layer_norm", [layer_norm] * len(SHAPES), SHAPES)
+@harness.case("rms_norm", [rms_norm] * len(SHAPES), SHAPES)
+def rows(op: ModuleType, shape: tuple[int, int]) -> Iterator[harness.Row]:
+    case = Case(op, shape)
+    for function, element_bytes, call, peers in case.functions(shape[1] in (3584, 4096, 16384)):
+        num_bytes = case.x.numel() * element_bytes
+        yield harness.measure(f"{case.name} {function}", shape, num_bytes, call, peers, repeats=20)
+
+
 @harness.case("layer_norm", [layer_norm])
 @harness.case("rms_norm", [rms_norm])
-def rows(op: ModuleType) -> Iterator[harness.Row]:
-    for shape in SHAPES:
-        case = Case(op, shape)
-        for function, element_bytes, call, peers in case.functions(shape[1] in (3584, 4096, 16384)):
-            num_bytes = case.x.numel() * element_bytes
-            name = f"{case.name} {function}"
-            yield harness.measure(name, shape, num_bytes, call, peers, repeats=20)
+def small_rows(op: ModuleType) -> Iterator[harness.Row]:
     small = Case(op, (64, 4096))
     for function, _, call, _ in small.functions(with_peers=False):
         two = "bwd" in function or "both" in function  # few tiles: statistics first

@@ -41,50 +41,48 @@ __global__ void __launch_bounds__(kThreads)
   const int first = static_cast<int>(blockIdx.y) * kBlockSlots, stride = h.slots();
   const int slots = min(kBlockSlots, stride - first);
   if (slots <= 0) return;
-  const int total = static_cast<int>(h.length()) * slots;  // of this block, below 2^26
-  float *const scales = h.scale + first, *const scale_invs = h.scale_inv + first;
-  const auto at = [&](int i) -> float& {
-    return h.history[static_cast<int64_t>(i / slots) * stride + first + i % slots];
-  };
+  const int length = static_cast<int>(h.length());
+  // A thread has one slot, of every `lanes`-th row.
+  const int lanes = kThreads / slots, lane = threadIdx.x / slots, slot = threadIdx.x % slots;
+  float* const column = h.history + first + slot;
+  const auto at = [&](int row) -> float& { return column[static_cast<int64_t>(row) * stride]; };
   __shared__ uint32_t amax[kBlockSlots];
-  __shared__ float last[kBlockSlots];
-  __shared__ bool rolls[kBlockSlots];
-  if (threadIdx.x < slots) {
-    const float staged = at(threadIdx.x);
-    const bool is_finite = magnitude_bits(staged) < 0x7F800000u;
-    last[threadIdx.x] = staged;
-    rolls[threadIdx.x] = is_finite && staged != 0.0f;
-    amax[threadIdx.x] = float_bits(staged);
-    at(threadIdx.x) = 0.0f;
-    if (!is_finite && p.nonfinite_count) atomicAdd(p.nonfinite_count, 1);
+  __shared__ float staged[kBlockSlots];
+  if (lane == 0) {
+    const float value = at(0);
+    if (magnitude_bits(value) >= 0x7F800000u && p.nonfinite_count) atomicAdd(p.nonfinite_count, 1);
+    staged[slot] = value;
+    amax[slot] = float_bits(value);
+    at(0) = 0.0f;
   }
   __syncthreads();
-  // Amaxes are never negative, so they order as integers and the maximum is exact in any order.
-  for (int begin = slots; begin < total; begin += kThreads * kPerThread) {
+  const float last = staged[slot];
+  const bool rolls = lane < lanes && magnitude_bits(last) < 0x7F800000u && last != 0.0f;
+  uint32_t largest = 0;  // amaxes are never negative: they order as integers
+  for (int begin = 1; begin < length; begin += lanes * kPerThread) {
     float next[kPerThread];
 #pragma unroll
     for (int k = 0; k < kPerThread; ++k) {
-      const int i = begin + k * kThreads + threadIdx.x;
-      next[k] = i < total ? (i + slots < total ? at(i + slots) : last[i % slots]) : 0.0f;
-      if (i < total && !p.most_recent) {
-        // Row 1 leaves the window but still counts; later rows are seen as their successor's value.
-        const float seen = i < 2 * slots ? fmaxf(at(i), next[k]) : next[k];
-        if (rolls[i % slots]) atomicMax(&amax[i % slots], float_bits(seen));
-      }
+      const int row = begin + k * lanes + lane;
+      next[k] = !rolls || row >= length ? 0.0f : row + 1 < length ? at(row + 1) : last;
+      largest = max(largest, float_bits(next[k]));
+      // Row 1 leaves the window but still counts.
+      if (row == 1 && rolls) largest = max(largest, float_bits(at(1)));
     }
     __syncthreads();
 #pragma unroll
     for (int k = 0; k < kPerThread; ++k) {
-      const int i = begin + k * kThreads + threadIdx.x;
-      if (i < total && rolls[i % slots]) at(i) = next[k];
+      const int row = begin + k * lanes + lane;
+      if (rolls && row < length) at(row) = next[k];
     }
     __syncthreads();
   }
-  if (threadIdx.x < slots && rolls[threadIdx.x]) {
-    const float scale =
-        scale_from_amax(bits_float(amax[threadIdx.x]), h.fp8_max, p.range_factor, p.pow2);
-    scales[threadIdx.x] = scale;
-    scale_invs[threadIdx.x] = 1.0f / scale;
+  if (rolls && !p.most_recent) atomicMax(&amax[slot], largest);
+  __syncthreads();
+  if (lane == 0 && rolls) {
+    const float scale = scale_from_amax(bits_float(amax[slot]), h.fp8_max, p.range_factor, p.pow2);
+    h.scale[first + slot] = scale;
+    h.scale_inv[first + slot] = 1.0f / scale;
   }
 }
 

@@ -4,7 +4,7 @@
 // loads come first; the mask, a bit for each element, is computed while they are under way.
 #include "bias_dropout_add/bias_dropout_add.h"
 #include "common/gpu/column_sums.h"
-#include "common/gpu/vec.h"
+#include "common/gpu/shifted.h"
 #include "common/numerics/with_dtype.h"
 
 APEX_TE_LIBRARY()
@@ -15,6 +15,7 @@ namespace {
 constexpr int kLanes = 32;        // threads of one row
 constexpr int kVecsInFlight = 4;  // of x and of residual, 16 bytes each, of a thread of forward
 constexpr int kThreads = 256, kBlocks = 4;  // of forward; blocks of a multiprocessor
+constexpr int kShiftedBlocks = 2;           // where vectors are shifted, of both directions
 
 constexpr int kBwdBlocks = 3;
 constexpr int kBwdRows = kBiasDropoutAddRowsPerThread;
@@ -22,22 +23,24 @@ constexpr int kBwdThreads = kBiasDropoutAddTileRows / kBwdRows * kLanes;
 constexpr int kBwdCols = kLanes * kVec;
 static_assert(kBwdThreads >= kBwdCols, "a thread for each column sum");
 
+// The vector at p, a place in x, of which n elements are left in the row; x has `numel`.
 template <bool kAligned, typename T>
-__device__ __forceinline__ Vec8<T> load(const T* p, int64_t n) {
-  if (!kAligned) return load_partial(p, n);
+__device__ __forceinline__ Vec8<T> load(const T* p, int64_t n, const void* x, int64_t numel) {
+  const T* begin = static_cast<const T*>(x);
+  if (!kAligned) return load_shifted(p, n, begin, begin + numel);
   if (n > 0) return load_vec(p);
   return {};
 }
 template <bool kAligned, typename T>
-__device__ __forceinline__ void store(T* p, const Vec8<T>& v, int64_t n) {
+__device__ __forceinline__ void store(T* p, const Vec8<T>& v, int64_t n, bool is_present) {
   if (!kAligned)
-    store_partial(p, v, n);
+    store_shifted(p, v, n, threadIdx.x % kLanes, kLanes, is_present);
   else if (n > 0)
     store_vec_whole(p, v);
 }
 
 template <typename T, typename Wide, bool kAligned>
-__global__ void __launch_bounds__(kThreads, kBlocks)
+__global__ void __launch_bounds__(kThreads, kAligned ? kBlocks : kShiftedBlocks)
     fwd_kernel(const BiasDropoutAdd p, int64_t col_tiles) {
   constexpr int kRows = sizeof(Wide) == 4 ? kVecsInFlight / 2 : kVecsInFlight;
   const int64_t v = blockIdx.x % static_cast<uint32_t>(col_tiles) * kLanes + threadIdx.x % kLanes;
@@ -45,22 +48,24 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
                         threadIdx.x / kLanes) *
                        kRows;
   const int64_t n = p.cols - v * kVec;
-  if (n <= 0) return;
+  if (kAligned && n <= 0) return;
   const int64_t at = row0 * p.cols + v * kVec;
+  const int64_t numel = p.rows * p.cols;
   Vec8<T> x[kRows];
   Vec8<Wide> residual[kRows];
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     const int64_t left = row0 + r < p.rows ? n : 0;
-    x[r] = load<kAligned>(static_cast<const T*>(p.x) + at + r * p.cols, left);
-    residual[r] = load<kAligned>(static_cast<const Wide*>(p.residual) + at + r * p.cols, left);
+    x[r] = load<kAligned>(static_cast<const T*>(p.x) + at + r * p.cols, left, p.x, numel);
+    residual[r] = load<kAligned>(static_cast<const Wide*>(p.residual) + at + r * p.cols, left,
+                                 p.residual, numel);
   }
   float bias[kVec] = {};
   if (p.bias) {
     if (p.bias_dtype == DType::kFloat32)
-      unpack(load<kAligned>(static_cast<const float*>(p.bias) + v * kVec, n), bias);
+      unpack(load<kAligned>(static_cast<const float*>(p.bias) + v * kVec, n, p.bias, p.cols), bias);
     else
-      unpack(load<kAligned>(static_cast<const T*>(p.bias) + v * kVec, n), bias);
+      unpack(load<kAligned>(static_cast<const T*>(p.bias) + v * kVec, n, p.bias, p.cols), bias);
   }
   uint32_t keep[kRows];
   if (p.dropout.is_random) {
@@ -73,7 +78,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   }
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
-    if (row0 + r >= p.rows) break;
+    if (kAligned && row0 + r >= p.rows) break;
     float values[kVec], added[kVec];
     unpack(x[r], values);
     unpack(residual[r], added);
@@ -85,12 +90,12 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     }
     Vec8<Wide> out;
     pack(values, &out);
-    store<kAligned>(static_cast<Wide*>(p.out) + at + r * p.cols, out, n);
+    store<kAligned>(static_cast<Wide*>(p.out) + at + r * p.cols, out, n, row0 + r < p.rows);
   }
 }
 
 template <typename T, typename Wide, bool kAligned>
-__global__ void __launch_bounds__(kBwdThreads, kBwdBlocks)
+__global__ void __launch_bounds__(kBwdThreads, kAligned ? kBwdBlocks : kShiftedBlocks)
     bwd_kernel(const BiasDropoutAdd p, int64_t col_tiles) {
   constexpr int kRows = sizeof(Wide) == 4 ? kBwdRows / 2 : kBwdRows;  // whose loads are in flight
   __shared__ float sums[kBwdThreads / kLanes][kBwdCols];
@@ -107,7 +112,7 @@ __global__ void __launch_bounds__(kBwdThreads, kBwdBlocks)
 #pragma unroll
     for (int r = 0; r < kRows; ++r)
       dout[r] = load<kAligned>(static_cast<const Wide*>(p.dout) + at + r * p.cols,
-                               row + r < p.rows ? n : 0);
+                               row + r < p.rows ? n : 0, p.dout, p.rows * p.cols);
     uint32_t keep[kRows];
     if (p.dropout.is_random) {
       const uint64_t seed = p.seed();
@@ -126,10 +131,10 @@ __global__ void __launch_bounds__(kBwdThreads, kBwdBlocks)
         values[i] *= keep[r] >> i & 1 ? p.dropout.scale : 0.0f;
         column_sums[i] += values[i];
       }
-      if (!p.dx || row + r >= p.rows) continue;
+      if (!p.dx || (kAligned && row + r >= p.rows)) continue;
       Vec8<T> dx;
       pack(values, &dx);
-      store<kAligned>(static_cast<T*>(p.dx) + at + r * p.cols, dx, n);
+      store<kAligned>(static_cast<T*>(p.dx) + at + r * p.cols, dx, n, row + r < p.rows);
     }
   }
   if (!p.dbias) return;

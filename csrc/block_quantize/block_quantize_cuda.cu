@@ -23,7 +23,8 @@ template <typename T, bool kAligned>
 __device__ __forceinline__ void load_tile(const Params& p, const Tile::Place& at, bool is_whole,
                                           Vec8<T>* in) {
   const T* x = static_cast<const T*>(p.x);
-  is_whole ? Tile::load_whole(x, p.cols, at, in) : Tile::load<T, kAligned>(x, p.cols, at, in);
+  if (is_whole) return Tile::load_whole(x, p.cols, at, in);
+  kAligned ? Tile::load<T, true>(x, p.cols, at, in) : Tile::load_any(x, at, in);
 }
 
 // Blocks of an SM. The registers of three do not hold what is stored without vectors, and divisors.
@@ -31,7 +32,7 @@ template <typename T, typename Format, bool kAligned>
 constexpr int kBlocks = Format::kDivides && !kAligned ? 2 : kBlocks1x128<T>;
 
 // kAligned: x, the outputs and their row lengths allow vector accesses without a bounds check
-// inside a vector. Otherwise every access is checked and done by element.
+// inside a vector. Otherwise vectors are shifted (common/gpu/shifted.h).
 template <typename T, typename Format, bool kAligned>
 __global__ void __launch_bounds__(kThreads, kBlocks<T, Format, kAligned>)
     block_1x128_kernel(const Params p) {
@@ -41,7 +42,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T, Format, kAligned>)
   const bool is_whole = kAligned && at.is_whole();
   Vec8<T> in[kVec];
   load_tile<T, kAligned>(p, at, is_whole, in);
-  cast_1x128(p, at, kAligned, is_whole, Format{}, in, shared);
+  cast_1x128<T, Format, !kAligned>(p, at, kAligned, is_whole, Format{}, in, shared);
 }
 
 template <typename T, typename Format, bool kAligned>
@@ -53,7 +54,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks128x128<T>)
   const bool is_whole = kAligned && at.is_whole();
   Vec8<T> in[kVec];
   load_tile<T, kAligned>(p, at, is_whole, in);
-  cast_128x128<T>(p, at, kAligned, is_whole, Format{}, in, shared);
+  cast_128x128<T, Format, !kAligned>(p, at, kAligned, is_whole, Format{}, in, shared);
 }
 
 // 1 x 128: the scale of (r, block c) is at c * ld + r. 128 x 128: at r / 128 * ld + c.

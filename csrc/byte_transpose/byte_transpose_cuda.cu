@@ -10,21 +10,13 @@ namespace {
 
 using Tile = FP8Tile<256>;
 
-// The first n of 8 bytes, zeros behind them.
-__device__ __forceinline__ uint2 load_bytes_partial(const uint8_t* p, int64_t n) {
-  uint32_t words[2] = {0, 0};
-#pragma unroll
-  for (int i = 0; i < 8; ++i)
-    if (i < n) words[i / 4] |= static_cast<uint32_t>(p[i]) << i % 4 * 8;
-  return make_uint2(words[0], words[1]);
-}
-
 template <bool kAligned>
 __global__ void __launch_bounds__(Tile::kThreads, 2) byte_transpose_kernel(const ByteTranspose p) {
   __shared__ __align__(16) uint2 tile[Tile::kSharedWords];
   const Tile::Place at(p.rows, p.cols, blockIdx.x);
   const int64_t matrix = blockIdx.y;
-  const uint8_t* from = p.codes + (matrix * p.rows + at.row) * p.cols + at.col;
+  const uint8_t *from = p.codes + (matrix * p.rows + at.row) * p.cols + at.col,
+                *end = p.codes + gridDim.y * p.rows * p.cols;
   uint2 codes[Tile::kRows];
 #pragma unroll
   for (int r = 0; r < Tile::kRows; ++r, from += p.cols) {
@@ -32,7 +24,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 2) byte_transpose_kernel(const
     if (kAligned)
       codes[r] = n > 0 ? *reinterpret_cast<const uint2*>(from) : make_uint2(0, 0);
     else
-      codes[r] = load_bytes_partial(from, n);
+      codes[r] = load_codes_shifted(from, n, p.codes, end);
   }
   Tile::stage_columns(codes, tile);
   __syncthreads();

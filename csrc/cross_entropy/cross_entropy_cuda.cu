@@ -148,8 +148,10 @@ void launch_fwd(const Params& p, cudaStream_t stream) {
   const auto offset = reinterpret_cast<uintptr_t>(p.logits) - reinterpret_cast<uintptr_t>(p.grad);
   if (p.grad && offset % (kVec * sizeof(T)))
     launch_loop<T, 512, false>(p, stream);
-  else if (vecs <= 128)
-    cross_entropy_fwd_short_kernel<T, 128, 1><<<blocks, 128, 0, stream>>>(p);
+  else if (vecs <= 128)  // a warp's row needs no barrier
+    cross_entropy_fwd_short_kernel<T, 32, 4><<<blocks, 32, 0, stream>>>(p);
+  else if (vecs <= 256)
+    cross_entropy_fwd_short_kernel<T, 64, 4><<<blocks, 64, 0, stream>>>(p);
   else if (vecs <= 512)
     cross_entropy_fwd_short_kernel<T, 128, 4><<<blocks, 128, 0, stream>>>(p);
   else if (bytes <= 24 << 10)
@@ -164,6 +166,7 @@ void launch_fwd(const Params& p, cudaStream_t stream) {
 }
 
 constexpr int kSumThreads = 1024;
+constexpr int64_t kCountRows = 16384;  // of a block, about
 
 // The sum over a block of one value a thread, in a fixed order.
 template <typename V>
@@ -181,11 +184,16 @@ __global__ void __launch_bounds__(kSumThreads)
     cross_entropy_count_kernel(const Targets target, int32_t* num_valid) {
   __shared__ int32_t warps[kSumThreads / 32];
   int32_t count = 0;
+  const int64_t step = int64_t{gridDim.x} * kSumThreads;
 #pragma unroll 8
-  for (int64_t i = threadIdx.x; i < target.rows; i += kSumThreads)
+  for (int64_t i = int64_t{blockIdx.x} * kSumThreads + threadIdx.x; i < target.rows; i += step)
     count += target[i] != target.ignore_index;
   count = sum_of_block(count, warps);
-  if (threadIdx.x == 0) *num_valid = count;
+  if (threadIdx.x != 0) return;
+  if (gridDim.x == 1)
+    *num_valid = count;
+  else
+    atomicAdd(num_valid, count);
 }
 
 __global__ void __launch_bounds__(kSumThreads) cross_entropy_sum_kernel(const CrossEntropySum p) {
@@ -311,8 +319,11 @@ APEX_TE_DEFINE(cross_entropy_count) {
   using namespace apex_te;
   const CrossEntropyCount p = check_cross_entropy_count(args);
   const DeviceGuard guard(args.device_id());
-  cross_entropy_count_kernel<<<1, kSumThreads, 0, static_cast<cudaStream_t>(args.stream())>>>(
-      p.target, p.num_valid);
+  const auto stream = static_cast<cudaStream_t>(args.stream());
+  const auto blocks = static_cast<unsigned>(min(int64_t{32}, p.target.rows / kCountRows + 1));
+  if (blocks > 1)
+    check_cuda(cudaMemsetAsync(p.num_valid, 0, sizeof(int32_t), stream), "cross_entropy_count");
+  cross_entropy_count_kernel<<<blocks, kSumThreads, 0, stream>>>(p.target, p.num_valid);
   check_cuda(cudaGetLastError(), "cross_entropy_count");
 }
 

@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSM<T>) mx_quantize_kernel(
       codes[r] = encode_values<Format>(values, multiplier_of(of_rows, r));
     }
     kAligned ? Tile::store_rows<true>(p.rowwise, p.cols, at, codes)
-             : Tile::store_rows_any(p.rowwise, at, codes);
+             : Tile::store_rows_any(p.rowwise, at, codes, 8);
   }
   if (p.columnwise) {
     const uint2 of_cols = scale_codes<T, Format, 8>(cols, p.use_floor);

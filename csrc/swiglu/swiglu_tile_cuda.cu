@@ -44,16 +44,6 @@ __device__ __forceinline__ Words4 load_bias(const void* bias, int64_t col, int64
   return bias && col < cols ? load_vec(static_cast<const BFloat16*>(bias) + col) : Words4{};
 }
 
-// The columnwise store; columns whose length is no multiple of 16 go byte by byte.
-__device__ __forceinline__ void store_columns(uint8_t* out, int64_t ld, const Tile::Place& at,
-                                              const uint2* tile, int thread) {
-  if (ld % 16 == 0 && reinterpret_cast<uintptr_t>(out) % 16 == 0) {
-    Tile::store_columns<true>(out, ld, at, tile, thread);
-  } else {
-    Tile::store_columns<false>(out, ld, at, tile, thread);
-  }
-}
-
 template <Activation kAct>
 __global__ void __launch_bounds__(Tile::kThreads, kBlocks) swiglu_fwd_tile_kernel(const Swiglu p) {
   __shared__ uint32_t warp_amaxes[Tile::kThreads / 32];
@@ -90,7 +80,7 @@ __global__ void __launch_bounds__(Tile::kThreads, kBlocks) swiglu_fwd_tile_kerne
   if (p.columnwise) Tile::stage_columns(codes, tile);
   stage_amax(amax, warp_amaxes);
   __syncthreads();
-  if (p.columnwise) store_columns(p.columnwise, p.columnwise_ld, at, tile, threadIdx.x);
+  if (p.columnwise) Tile::store_columns_any(p.columnwise, p.columnwise_ld, at, tile);
   finish_amax<Tile::kThreads>(p.amax, seen, warp_amaxes);
   if (blockIdx.x == 0 && block_row() == 0 && threadIdx.x == 0 && p.scale_inv)
     *p.scale_inv = 1.0f / scale;
@@ -194,8 +184,8 @@ __global__ void __launch_bounds__(kBwdThreads, kBwdBlocks) swiglu_bwd_tile_kerne
   __syncthreads();
   if (p.columnwise) {
     const int half = threadIdx.x / Tile::kThreads;
-    store_columns(p.columnwise + half * p.cols * p.columnwise_ld, p.columnwise_ld, at, tiles[half],
-                  threadIdx.x % Tile::kThreads);
+    Tile::store_columns_any(p.columnwise + half * p.cols * p.columnwise_ld, p.columnwise_ld, at,
+                            tiles[half], threadIdx.x % Tile::kThreads);
   }
   if (p.dbias) {
     static_assert(kBwdThreads == 2 * Tile::kTileCols, "a thread for each column sum");

@@ -10,6 +10,7 @@ The sequences count up in steps of 1 to 4, each of its own.
 from __future__ import annotations
 
 import argparse
+import functools
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -54,7 +55,7 @@ def train(model: nn.Module, tokens: jax.Array, steps: int) -> list[float]:
     # TrainState replaces the collection of FP8 state, where there is one, by its gradient.
     state = TrainState.create(apply_fn=model.apply, params=variables, tx=optax.adamw(1e-3))
 
-    @jax.jit
+    @functools.partial(jax.jit, donate_argnums=0)
     def step(state: TrainState) -> tuple[TrainState, jax.Array]:
         def loss(variables: Any) -> jax.Array:
             logits = state.apply_fn(variables, tokens[:, :-1]).astype(jnp.float32)

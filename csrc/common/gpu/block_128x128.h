@@ -11,7 +11,7 @@ struct Block128x128Shared {
 };
 
 // As cast_1x128; once a block of threads.
-template <typename T, typename Format>
+template <typename T, typename Format, bool kShifts = false>
 __device__ __forceinline__ void cast_128x128(const BlockCast& p, const BlockTile::Place& at,
                                              bool aligned, bool is_whole, const Format& format,
                                              const Vec8<T>* in, Block128x128Shared& shared) {
@@ -33,7 +33,7 @@ __device__ __forceinline__ void cast_128x128(const BlockCast& p, const BlockTile
     unpack(in[r], values);
     codes[r] = encode_row<T>(format, values, scale);
   }
-  if (p.rowwise) store_block_rows(p, at, aligned, is_whole, codes);
+  if (p.rowwise) store_block_rows<kShifts>(p, at, aligned, is_whole, codes);
   if (p.columnwise) {
     BlockTile::stage_columns(codes, shared.tile);
     __syncthreads();

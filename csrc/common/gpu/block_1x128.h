@@ -100,14 +100,18 @@ __device__ __forceinline__ void raise_amax(float* amax, uint32_t seen, uint32_t 
 }
 
 // Stores of a tile's codes. `aligned` is as FP8Tile's kAligned; is_whole: aligned, and all of the
-// tile lies in the matrix.
+// tile lies in the matrix. kShifts: what is not aligned goes in vectors, which compiles longer.
+template <bool kShifts>
 __device__ __forceinline__ void store_block_rows(const BlockCast& p, const BlockTile::Place& at,
                                                  bool aligned, bool is_whole, const uint2* codes) {
   if (is_whole) return BlockTile::store_rows_whole(p.rowwise, p.cols, at, codes);
   BlockTile::Place stored = at;
   stored.rows = p.rowwise_rows;  // the matrix has zeros beyond its own
-  aligned ? BlockTile::store_rows<true>(p.rowwise, p.cols, stored, codes)
-          : BlockTile::store_rows<false>(p.rowwise, p.cols, stored, codes);
+  if (aligned)
+    BlockTile::store_rows<true>(p.rowwise, p.cols, stored, codes);
+  else
+    kShifts ? BlockTile::store_rows_any(p.rowwise, stored, codes)
+            : BlockTile::store_rows<false>(p.rowwise, p.cols, stored, codes);
 }
 __device__ __forceinline__ void store_block_columns(const BlockCast& p, const BlockTile::Place& at,
                                                     bool aligned, bool is_whole,
@@ -130,7 +134,7 @@ __device__ __forceinline__ void store_block_scale(float* scale_inv, int64_t row0
 // Casts the tile of which `in` is this thread's part, zeros where the matrix has no element. All
 // threads of a block call it; a second call may follow at once. `format` is a OneFormat or an
 // AnyFormat; `aligned` and is_whole are as above.
-template <typename T, typename Format>
+template <typename T, typename Format, bool kShifts = false>
 __device__ __forceinline__ void cast_1x128(const BlockCast& p, const BlockTile::Place& at,
                                            bool aligned, bool is_whole, const Format& format,
                                            const Vec8<T>* in, Block1x128Shared<T>& shared) {
@@ -200,7 +204,7 @@ __device__ __forceinline__ void cast_1x128(const BlockCast& p, const BlockTile::
       unpack(in[r], values);
       codes[r] = encode_row<T>(format, values, shared.scales[group * kVec + r]);
     }
-    store_block_rows(p, at.again(), aligned, is_whole, codes);
+    store_block_rows<kShifts>(p, at.again(), aligned, is_whole, codes);
   }
   if (p.columnwise) {
     using By = Scaling<T, Format::kDivides>;

@@ -31,6 +31,10 @@ __device__ __forceinline__ T apex_te_shfl_xor(uint32_t, T value, int lanes, int 
   return __shfl_xor(value, lanes, width);
 }
 template <typename T>
+__device__ __forceinline__ T apex_te_shfl_up(uint32_t, T value, unsigned lanes, int width = 32) {
+  return __shfl_up(value, lanes, width);
+}
+template <typename T>
 __device__ __forceinline__ T apex_te_shfl_down(uint32_t, T value, unsigned lanes, int width = 32) {
   return __shfl_down(value, lanes, width);
 }

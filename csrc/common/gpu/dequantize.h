@@ -1,7 +1,7 @@
 // FP8 codes times the scales of their blocks: the CUDA kernel of every block-scaled format.
 #pragma once
 
-#include "common/gpu/vec.h"
+#include "common/gpu/shifted.h"
 #include "common/numerics/with_dtype.h"
 
 namespace apex_te {
@@ -24,24 +24,24 @@ __global__ void __launch_bounds__(kDequantizeThreads)
   const int lane = threadIdx.x & ((1 << p.log_lanes) - 1), group = threadIdx.x >> p.log_lanes;
   const int64_t row = (block_row() * (kDequantizeThreads >> p.log_lanes) + group) * kDequantizeRows;
   const int64_t col = ((static_cast<int64_t>(blockIdx.x) << p.log_lanes) + lane) * kVec;
-  if (row >= p.rows || col >= p.cols) return;
+  if (kAligned && (row >= p.rows || col >= p.cols)) return;
   uint2 codes[kDequantizeRows];
   float factors[kDequantizeRows];
 #pragma unroll
   for (int r = 0; r < kDequantizeRows; ++r) {
     const uint8_t* from = p.codes + (row + r) * p.cols + col;
-    if (row + r >= p.rows)
-      codes[r] = make_uint2(0u, 0u);
+    const int64_t left = row + r < p.rows ? p.cols - col : 0;
+    if (kAligned)
+      codes[r] = left ? *reinterpret_cast<const uint2*>(from) : make_uint2(0u, 0u);
     else
-      codes[r] =
-          kAligned ? *reinterpret_cast<const uint2*>(from) : load_codes_partial(from, p.cols - col);
+      codes[r] = load_codes_shifted(from, left, p.codes, p.codes + p.rows * p.cols);
   }
 #pragma unroll
   for (int r = 0; r < kDequantizeRows; ++r)
-    factors[r] = row + r < p.rows ? scales(row + r, col) : 1.0f;
+    factors[r] = row + r < p.rows && col < p.cols ? scales(row + r, col) : 1.0f;
 #pragma unroll
   for (int r = 0; r < kDequantizeRows; ++r) {
-    if (row + r >= p.rows) break;
+    if (kAligned && row + r >= p.rows) break;
     float values[kVec];
     decode_values<Format>(codes[r], values);
 #pragma unroll
@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kDequantizeThreads)
     if (kAligned)
       store_vec(to, v);
     else
-      store_partial(to, v, p.cols - col);
+      store_shifted(to, v, p.cols - col, lane & 31, min(32, 1 << p.log_lanes), row + r < p.rows);
   }
 }
 

@@ -137,28 +137,33 @@ struct FP8Tile {
     }
   }
 
-  // load, store_rows and store_columns of a dense matrix at any alignment, with rows of any length:
-  // vectors even so, but for columns whose output is not aligned.
+  // load, store_rows and store_columns of a dense matrix at any alignment, with rows of any length,
+  // in vectors even so. All threads of a warp call store_rows_any, of which `lanes` neighbours
+  // share a row.
   template <typename T>
   static __device__ __forceinline__ void load_any(const T* x, const Place& at, Vec8<T>* in) {
+    if (at.cols % kVec == 0 && reinterpret_cast<uintptr_t>(x) % 16 == 0)
+      return load<T, true>(x, at.cols, at, in);
     const T *p = x + at.row * at.cols + at.col, *end = x + at.rows * at.cols;
 #pragma unroll
     for (int r = 0; r < kRows; ++r, p += at.cols)
       in[r] = load_shifted(p, at.row + r < at.rows ? at.cols - at.col : 0, x, end);
   }
   static __device__ __forceinline__ void store_rows_any(uint8_t* out, const Place& at,
-                                                        const uint2* codes) {
+                                                        const uint2* codes, int lanes = kLanes) {
     uint8_t* p = out + at.row * at.cols + at.col;
 #pragma unroll
     for (int r = 0; r < kRows; ++r, p += at.cols)
-      if (at.row + r < at.rows) store_codes_shifted(p, codes[r], at.cols - at.col);
+      store_codes_shifted(p, codes[r], at.cols - at.col, threadIdx.x % lanes, lanes,
+                          at.row + r < at.rows);
   }
   static __device__ __forceinline__ void store_columns_any(uint8_t* out, int64_t ld,
-                                                           const Place& at, const uint2* tile) {
+                                                           const Place& at, const uint2* tile,
+                                                           int thread = threadIdx.x) {
     if (ld % 16 == 0 && reinterpret_cast<uintptr_t>(out) % 16 == 0)
-      store_columns<true>(out, ld, at, tile);
+      store_columns<true>(out, ld, at, tile, thread);
     else
-      store_columns<false>(out, ld, at, tile);
+      store_columns<false>(out, ld, at, tile, thread);
   }
 
   // A thread's 8 x 8 codes, transposed, into the shared tile. A barrier must follow.
@@ -186,25 +191,54 @@ struct FP8Tile {
   static __device__ __forceinline__ void store_columns(uint8_t* out, int64_t ld, const Place& at,
                                                        const uint2* tile,
                                                        int thread = threadIdx.x) {
+    if (!kAligned) return store_columns_shifted(out, ld, at, tile, thread);
     constexpr int kParts = kTileRows / 16;
     const int part = thread % kParts;
     // Rows of the part that exist; behind them are zeros.
-    const int rows =
-        static_cast<int>(at.rows - at.row0 < kTileRows ? at.rows - at.row0 : kTileRows);
-    const int present = rows - part * 16;
+    const int present = rows_of(at) - part * 16;
 #pragma unroll
     for (int c = thread / kParts; c < kTileCols; c += kThreads / kParts) {
       if (at.col0 + c >= at.cols) break;
       uint4 bytes = column_part(tile, c, part);
       if (present < 16) bytes = first_bytes(bytes, present);
       uint8_t* p = out + (at.col0 + c) * ld + at.row0 + part * 16;
-      if (kAligned) {
-        if (present > 0) *reinterpret_cast<uint4*>(p) = bytes;
-      } else {
-        const int64_t n = ld - at.row0 - part * 16;
-        store_codes_partial(p, make_uint2(bytes.x, bytes.y), n);
-        store_codes_partial(p + 8, make_uint2(bytes.z, bytes.w), n - 8);
+      if (present > 0) *reinterpret_cast<uint4*>(p) = bytes;
+    }
+  }
+
+ private:
+  static __device__ __forceinline__ int rows_of(const Place& at) {
+    return static_cast<int>(at.rows - at.row0 < kTileRows ? at.rows - at.row0 : kTileRows);
+  }
+  // store_columns at any alignment: a thread stores the 16 bytes around its part's address, the
+  // first of them of the part before it. A call, so that no kernel keeps registers for it.
+  static __device__ __noinline__ void store_columns_shifted(uint8_t* out, int64_t ld, Place at,
+                                                            const uint2* tile, int thread) {
+    constexpr int kParts = kTileRows / 16;
+    const int part = thread % kParts, rows = rows_of(at);
+    const int64_t left = ld - at.row0;
+    const int length = left < kTileRows ? static_cast<int>(left) : kTileRows;
+#pragma unroll 1
+    for (int c = thread / kParts; c < kTileCols; c += kThreads / kParts) {
+      if (at.col0 + c >= at.cols) break;
+      uint8_t* p = out + (at.col0 + c) * ld + at.row0 + part * 16;
+      const int shift = static_cast<int>(reinterpret_cast<uintptr_t>(p) % 16);
+      const uint4 own = first_bytes(column_part(tile, c, part), rows - part * 16);
+      const uint4 before = part ? first_bytes(column_part(tile, c, part - 1), rows - part * 16 + 16)
+                                : make_uint4(0, 0, 0, 0);
+      uint32_t words[8] = {before.x, before.y, before.z, before.w, own.x, own.y, own.z, own.w};
+      const int hi = length + shift - part * 16;
+      if (shift == 0) {
+        if (hi > 0) store_bytes(p, words + 4, 0, hi);
+        continue;
       }
+      uint32_t bytes[4];
+      shift_words<4>(words, 16 - shift, bytes);
+      if (hi > 0) store_bytes(p - shift, bytes, part ? 0 : shift, hi);
+      if (part < kParts - 1 || hi <= 16) continue;
+      uint32_t end[8] = {own.x, own.y, own.z, own.w, 0, 0, 0, 0};
+      shift_words<4>(end, 16 - shift, bytes);
+      store_bytes(p - shift + 16, bytes, 0, hi - 16);
     }
   }
 

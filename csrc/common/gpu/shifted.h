@@ -51,19 +51,100 @@ __device__ __forceinline__ Vec8<T> load_shifted(const T* p, int64_t n, const T* 
   return v;
 }
 
-// Writes the first n of 8 codes in the largest accesses that the address allows.
-__device__ __forceinline__ void store_codes_shifted(uint8_t* out, uint2 codes, int64_t n) {
-  if (n < kVec) return store_codes_partial(out, codes, n);
-  uint64_t left = uint64_t{codes.y} << 32 | codes.x;
-  const unsigned at = reinterpret_cast<uintptr_t>(out) % 4;
-  if (at & 1) *out = static_cast<uint8_t>(left), left >>= 8, out += 1;
-  if (at == 1 || at == 2)
-    *reinterpret_cast<uint16_t*>(out) = static_cast<uint16_t>(left), left >>= 16, out += 2;
-  *reinterpret_cast<uint32_t*>(out) = static_cast<uint32_t>(left), left >>= 32, out += 4;
-  if (at == 0) *reinterpret_cast<uint32_t*>(out) = static_cast<uint32_t>(left);
-  if (at == 2 || at == 3)
-    *reinterpret_cast<uint16_t*>(out) = static_cast<uint16_t>(left), left >>= 16, out += 2;
-  if (at & 1) *out = static_cast<uint8_t>(left);
+// Writes bytes lo to hi - 1 of the 8 at an aligned address, in the largest accesses that fit.
+__device__ __forceinline__ void store_bytes(uint8_t* out, uint64_t bytes, int lo, int hi) {
+  if (lo == 0 && hi >= 8) {
+    *reinterpret_cast<uint64_t*>(out) = bytes;
+    return;
+  }
+  hi = hi < 8 ? hi : 8;
+  int at = lo;
+  const auto put = [&](auto zero) {
+    using Unit = decltype(zero);
+    *reinterpret_cast<Unit*>(out + at) = static_cast<Unit>(bytes >> 8 * at);
+    at += sizeof(Unit);
+  };
+  if (at & 1 && at < hi) put(uint8_t{});
+  if (at & 2 && at + 2 <= hi) put(uint16_t{});
+  if (at + 4 <= hi) put(uint32_t{});
+  if (at + 2 <= hi) put(uint16_t{});
+  if (at < hi) put(uint8_t{});
+}
+
+// The same of 16 bytes.
+__device__ __forceinline__ void store_bytes(uint8_t* out, const uint32_t* words, int lo, int hi) {
+  if (lo == 0 && hi >= 16) {
+    store_16(reinterpret_cast<uint4*>(out), make_uint4(words[0], words[1], words[2], words[3]));
+    return;
+  }
+#pragma unroll 1
+  for (int half = 0; half < 2; ++half, lo -= 8, hi -= 8) {
+    const uint64_t bytes =
+        half ? uint64_t{words[3]} << 32 | words[2] : uint64_t{words[1]} << 32 | words[0];
+    store_bytes(out + 8 * half, bytes, lo > 0 ? lo : 0, hi);
+  }
+}
+
+// The first n of 8 codes, zeros behind them. begin, end: the memory that may be read.
+__device__ __forceinline__ uint2 load_codes_shifted(const uint8_t* p, int64_t n,
+                                                    const uint8_t* begin, const uint8_t* end) {
+  const unsigned shift = reinterpret_cast<uintptr_t>(p) % 8;
+  const uint8_t* base = p - shift;
+  if (n <= 0) return make_uint2(0u, 0u);
+  if (base < begin || base + 16 > end) return load_codes_partial(p, n);
+  const uint2 low = *reinterpret_cast<const uint2*>(base),
+              high = *reinterpret_cast<const uint2*>(base + 8);
+  uint64_t bytes = uint64_t{low.y} << 32 | low.x;
+  if (shift) bytes = bytes >> 8 * shift | (uint64_t{high.y} << 32 | high.x) << (64 - 8 * shift);
+  return first_codes(make_uint2(static_cast<uint32_t>(bytes), static_cast<uint32_t>(bytes >> 32)),
+                     n);
+}
+
+// Stores 8 codes of each of neighbouring lanes, of which `lanes` (a power of two) share a row that
+// has `left` codes from a lane's own on; all lanes of a warp call it. A lane stores the 8 bytes
+// around its address, the first of them of the lane before it.
+__device__ __forceinline__ void store_codes_shifted(uint8_t* p, uint2 codes, int64_t left, int lane,
+                                                    int lanes, bool is_present) {
+  const int shift = static_cast<int>(reinterpret_cast<uintptr_t>(p) % 8);
+  const uint64_t own = uint64_t{codes.y} << 32 | codes.x;
+  const uint64_t before = __shfl_up_sync(0xFFFFFFFFu, own, 1, lanes);
+  if (!is_present) return;
+  const int64_t whole = left + lane * kVec;
+  const int length = static_cast<int>(whole < lanes * kVec ? whole : lanes * kVec);
+  const int hi = length + shift - lane * kVec;
+  const uint64_t bytes = shift ? own << 8 * shift | before >> (64 - 8 * shift) : own;
+  store_bytes(p - shift, bytes, lane ? 0 : shift, hi);
+  if (lane == lanes - 1 && hi > kVec)
+    store_bytes(p - shift + kVec, own >> (64 - 8 * shift), 0, hi - kVec);
+}
+
+// The same of vectors, in 16 bytes.
+template <typename T>
+__device__ __forceinline__ void store_shifted(T* p, const Vec8<T>& v, int64_t left, int lane,
+                                              int lanes, bool is_present) {
+  constexpr int kWords = 2 * sizeof(T), kBytes = 4 * kWords;
+  uint32_t words[kWords + 4], out[kWords];
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    words[i] = __shfl_up_sync(0xFFFFFFFFu, v.words[kWords - 4 + i], 1, lanes);
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) words[4 + i] = out[i] = v.words[i];
+  if (!is_present) return;
+  const int shift = static_cast<int>(reinterpret_cast<uintptr_t>(p) % 16);
+  const int64_t whole = left + lane * kVec;
+  const int length = static_cast<int>(whole < lanes * kVec ? whole : lanes * kVec) * sizeof(T);
+  const int hi = length + shift - lane * kBytes;
+  uint8_t* base = reinterpret_cast<uint8_t*>(p) - shift;
+  if (shift) shift_words<kWords>(words, 16 - shift, out);
+#pragma unroll
+  for (int part = 0; part < kBytes / 16; ++part)
+    store_bytes(base + 16 * part, out + 4 * part, lane || part ? 0 : shift, hi - 16 * part);
+  if (lane < lanes - 1 || hi <= kBytes) return;
+  uint32_t end[8] = {};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) end[i] = v.words[kWords - 4 + i];
+  shift_words<4>(end, 16 - shift, out);
+  store_bytes(base + kBytes, out, 0, hi - kBytes);
 }
 
 }  // namespace apex_te
