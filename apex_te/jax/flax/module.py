@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import operator
@@ -106,6 +107,11 @@ class TransformerEngineBase(nn.Module):
         """Returns the class of a submodule, which treats dtypes and axes as this module does."""
         return _as_v1(kind) if self._is_v1 else kind
 
+    def _shared(self, own: Any, kind: Any) -> dict[str, Any]:
+        """Returns the fields, by name, that this module's class ``own`` and a submodule's have."""
+        first, second = ({f.name for f in dataclasses.fields(each)} for each in (own, kind))
+        return {name: getattr(self, name) for name in first & second - {"parent", "name"}}
+
     def _dtype(self) -> Any:
         """Returns the field ``dtype``, in which a layer can compute."""
         given = getattr(self, "dtype", None)
@@ -161,17 +167,27 @@ class TransformerEngineBase(nn.Module):
         )  # fmt: skip
         return placed(value, axes)
 
-    def _fp8_state(self, gemms: int = 1) -> dict[str, jax.Array] | None:
-        """Returns the module's FP8 state inside of a region with delayed scaling, else None."""
-        recipe = active_recipe()
+    def _check_made(self, collection: str, name: str, needed: str) -> None:
+        """Checks that ``init`` made a variable; ``needed`` is what the variables must have."""
+        if not self.is_initializing() and not self.has_variable(collection, name):
+            raise ValueError(
+                f"{type(self).__name__}: variables must have {needed}, got none of this module"
+            )
+
+    def _delayed(self, name: str) -> DelayedScaling | None:
+        """Returns a region's recipe with delayed scaling, which needs state ``name``, or None."""
+        recipe, collection = active_recipe(), fp8_state.FP8_COLLECTION_NAME
         if not isinstance(recipe, DelayedScaling):
             return None
-        name = fp8_state.FP8_COLLECTION_NAME
-        if not self.is_initializing() and not self.has_variable(name, "uses"):
-            raise ValueError(
-                f"{type(self).__name__}: variables must have the collection {name!r} in a region"
-                " with DelayedScaling (make them inside of the region), got none of this module"
-            )
+        where = f"the collection {collection!r} in a region with DelayedScaling"
+        self._check_made(collection, name, f"{where} (make them inside of the region)")
+        return recipe
+
+    def _fp8_state(self, gemms: int = 1) -> dict[str, jax.Array] | None:
+        """Returns the module's FP8 state inside of a region with delayed scaling, else None."""
+        recipe, name = self._delayed("uses"), fp8_state.FP8_COLLECTION_NAME
+        if recipe is None:
+            return None
         made = fp8_state.initial(recipe, gemms)
         found = {
             key: self.variable(name, key, lambda value=value: value).value
@@ -206,11 +222,8 @@ class TransformerEngineBase(nn.Module):
             return made
         collection = variable_collection or fp8_state.FP8_COLLECTION_NAME
         owner, name = type(self).__name__, f"quantizer_set{postfix}"
-        if not self.is_initializing() and not self.has_variable(collection, name):
-            raise ValueError(
-                f"{owner}: variables must have {name!r} in the collection {collection!r} with"
-                " DelayedScaling (call init with the same recipe), got none of this module"
-            )
+        where = f"{name!r} in the collection {collection!r} with DelayedScaling"
+        self._check_made(collection, name, f"{where} (call init with the same recipe)")
         found = self.variable(collection, name, lambda: made.state).value
         return QuantizerSet(made.recipe, fp8_state.checked(owner, found, made.state))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -19,6 +20,24 @@ def flag(primal: Any) -> tuple[()] | None:
 def is_wanted(flag: tuple[()] | None) -> bool:
     """Returns True if a residual of ``flag`` says that the gradient is wanted."""
     return flag is not None
+
+
+def values_of(primals: Iterable[Any]) -> list[Any]:
+    """Returns the arrays of primals, None for None."""
+    return [None if p is None else p.value for p in primals]
+
+
+def kinds_of(arrays: Iterable[Any]) -> list[Kind | None]:
+    """Returns the types of arrays as residuals, None for None."""
+    return [None if x is None else Kind(jax.typeof(x)) for x in arrays]
+
+
+def gradients_like(kinds: Iterable[Any], gradients: Iterable[Any]) -> list[Any]:
+    """Returns gradients in the dtypes and shardings of their primals, None for None."""
+    return [
+        gradient_like(kind, None if each is None else each.astype(kind.aval.dtype))
+        for kind, each in zip(kinds, gradients, strict=True)
+    ]
 
 
 def materialised(cotangent: Any) -> jax.Array:

@@ -13,7 +13,7 @@ from ...runtime.op_options import ACTIVATIONS, ClampedSwiglu, gate_arguments
 from . import _checks
 from ._checked import checked
 from ._gated_arrays import GatedArrays, call_gated, gated_arrays
-from ._gradient import flag, gradient_of, is_wanted, materialised
+from ._gradient import flag, gradient_of, is_wanted, materialised, values_of
 from .fp8_output import FP8Output
 
 __all__ = [
@@ -68,7 +68,7 @@ def _differentiable(activation: str | ClampedSwiglu, axis: int) -> Callable[...,
         return swiglu_fwd(input, up, bias, up_bias, **options)
 
     def fwd(*primals: Any) -> tuple[Any, Any]:
-        values = tuple(None if p is None else p.value for p in primals)
+        values = values_of(primals)
         return swiglu_fwd(*values, **options), (values, [flag(p) for p in primals[2:]])
 
     def bwd(kept: Any, dy: Any) -> Any:
