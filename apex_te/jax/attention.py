@@ -131,8 +131,7 @@ def _checked_sink(softmax_type: str, offset: Any, heads: int) -> jax.Array | flo
         )
     if offset is None:
         return 0.0 if kind == "off_by_one" else None
-    found = _checks.has_dtype(_NAME, "softmax_offset", offset, ["float32"])
-    return _checks.has_shape(_NAME, "softmax_offset", found, (1, heads, 1, 1))
+    return _checks.has_dtype(_NAME, "softmax_offset", offset, ["float32"], (1, heads, 1, 1))
 
 
 def checked_shapes(query: Any, key: Any, value: Any) -> tuple[int, int, int, int]:

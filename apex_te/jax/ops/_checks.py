@@ -23,13 +23,15 @@ def array(function: str, name: str, value: Any) -> jax.Array:
     return jnp.asarray(value)
 
 
-def has_dtype(function: str, name: str, value: Any, allowed: Sequence[str]) -> jax.Array:
-    """Returns ``value`` as an array; raises TypeError unless its dtype is in ``allowed``."""
+def has_dtype(
+    function: str, name: str, value: Any, allowed: Sequence[str], shape: Sequence[int] | None = None
+) -> jax.Array:
+    """Returns ``value`` as an array of one of the dtypes, and of a shape if one is given."""
     found = array(function, name, value)
     if found.dtype.name not in allowed:
         wanted = " or ".join([", ".join(allowed[:-1]), allowed[-1]] if allowed[1:] else allowed)
         raise TypeError(f"{function}: {name} must have dtype {wanted}, got {found.dtype.name}")
-    return found
+    return found if shape is None else has_shape(function, name, found, shape)
 
 
 def has_shape(function: str, name: str, value: jax.Array, shape: Sequence[int]) -> jax.Array:
@@ -97,9 +99,7 @@ def is_like(
 
 def same_shape(function: str, name: str, value: Any, like: jax.Array) -> jax.Array:
     """Returns ``value``, an array of another one's shape and dtype."""
-    return has_shape(
-        function, name, has_dtype(function, name, value, [like.dtype.name]), like.shape
-    )
+    return has_dtype(function, name, value, [like.dtype.name], like.shape)
 
 
 def is_scalar(function: str, name: str, value: Any, dtype: str = "float32") -> jax.Array:

@@ -120,12 +120,11 @@ def _biases(
             raise ValueError(f"{function}: bias must be given with up_bias, got None")
         if axis == -2:
             raise ValueError(f"{function}: up_bias must be None with axis -2, got an array")
-        up_bias = _checks.has_dtype(function, "up_bias", up_bias, [dtype.name])
-        found["up_bias"] = _checks.has_shape(function, "up_bias", up_bias, (cols,))
+        found["up_bias"] = _checks.has_dtype(function, "up_bias", up_bias, [dtype.name], (cols,))
     if bias is not None:
         both = (2, cols) if axis == -2 else (2 * cols,)
-        bias = _checks.has_dtype(function, "bias", bias, [dtype.name])
-        bias = _checks.has_shape(function, "bias", bias, both if up_bias is None else (cols,))
+        shape = both if up_bias is None else (cols,)
+        bias = _checks.has_dtype(function, "bias", bias, [dtype.name], shape)
         is_pair = up_bias is None and dims == "g f"
         found["bias"] = bias.reshape(2, cols) if is_pair else bias
     return found

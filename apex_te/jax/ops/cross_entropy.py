@@ -173,8 +173,7 @@ def cross_entropy_bwd(
     name = "cross_entropy_bwd"
     logits, target = _checked_rows(name, logits, target, label_smoothing)
     rows = logits.shape[0]
-    stats = _checks.has_dtype(name, "stats", stats, ["float32"])
-    stats = _checks.has_shape(name, "stats", stats, (rows, 2))
+    stats = _checks.has_dtype(name, "stats", stats, ["float32"], (rows, 2))
     factor = _checks.has_dtype(name, "grad_output", grad_output, ["float32"])
     per_row = factor.shape == (rows,) and rows != 1
     if not per_row:

@@ -162,8 +162,7 @@ def _of_groups(name: str, groups: int, **values: Any) -> dict[str, jax.Array]:
     found = {}
     for each, value in values.items():
         if value is not None:
-            value = _checks.has_dtype(name, each, value, ["float32"])
-            found[each] = _checks.has_shape(name, each, value, (groups,))
+            found[each] = _checks.has_dtype(name, each, value, ["float32"], (groups,))
     return found
 
 

@@ -16,7 +16,7 @@ from ...runtime.scratch_sizes import map_tiles
 from .._call import call
 from . import _checks
 from ._checked import checked
-from ._gradient import flag, is_wanted, materialised
+from ._gradient import flag, is_wanted, materialised, values_of
 
 __all__ = [
     "MAX_EXPERTS", "RowMap", "make_chunk_map", "make_map", "permute", "permute_bwd", "permute_by",
@@ -201,11 +201,10 @@ def _permutation(forward: Any) -> Any:
     run = jax.custom_vjp(forward)
 
     def fwd(inp: Any, probs: Any, routes: Any) -> tuple[Any, Any]:
-        value = None if probs is None else probs.value
         wanted = flag(inp), flag(probs)
         if is_wanted(wanted[0]):
             _check_differentiable(_OP, inp.value)
-        out, permuted, found = forward(inp.value, value, routes.value)
+        out, permuted, found = forward(*values_of((inp, probs, routes)))
         table = found.row_id_map if isinstance(found, RowMap) else found
         return (out, permuted, found), (table, wanted)
 
@@ -272,11 +271,10 @@ def _cast(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _checked_probs(name: str, probs: Any, dtype: Any, shape: tuple[int, ...]) -> jax.Array:
-    if dtype == jnp.uint8:
-        allowed: list[str] = list(_checks.FLOATS)
-    else:
+    allowed: Any = _checks.FLOATS
+    if dtype != jnp.uint8:
         allowed = list(dict.fromkeys(["float32", jnp.dtype(dtype).name]))
-    return _checks.has_shape(name, "probs", _checks.has_dtype(name, "probs", probs, allowed), shape)
+    return _checks.has_dtype(name, "probs", probs, allowed, shape)
 
 
 def _map_shape(name: str, row_id_map: Any) -> tuple[int, int]:
@@ -385,8 +383,8 @@ def unpermute_bwd(
     inp = _checks.matrix(name, "inp", inp)
     tokens, width = _map_shape(name, row_id_map)
     probs = _checked_probs(name, probs, inp.dtype, (tokens, width))
-    grad = _checks.has_dtype(name, "grad_output", grad_output, [inp.dtype.name])
-    grad = _checks.has_shape(name, "grad_output", grad, (tokens, inp.shape[1]))
+    shape = tokens, inp.shape[1]
+    grad = _checks.has_dtype(name, "grad_output", grad_output, [inp.dtype.name], shape)
     given = {"grad_output": grad, "inp": inp, "probs": probs, "row_id_map": row_id_map}
     results = {"grad_inp": _S(inp.shape, inp.dtype), "grad_probs": _S(probs.shape, probs.dtype)}
     made = call(_OP, name, results, **given)
@@ -403,8 +401,7 @@ def make_chunk_map(split_sizes: jax.Array, sorted_index: jax.Array, num_rows: in
     name = "moe_sort_chunks_map"
     integers = ["int32", "int64"]
     sizes = _checks.has_ndim(name, "split_sizes", split_sizes, 1, integers)
-    index = _checks.has_dtype(name, "sorted_index", sorted_index, integers)
-    index = _checks.has_shape(name, "sorted_index", index, sizes.shape)
+    index = _checks.has_dtype(name, "sorted_index", sorted_index, integers, sizes.shape)
     if sizes.size > _MAX_CHUNKS:
         raise NotImplementedError(
             f"{name}: split_sizes must have at most {_MAX_CHUNKS} elements, got {sizes.size}"
@@ -435,8 +432,7 @@ def sort_chunks(
     def fwd(inp: Any, probs: Any, chunk_map: Any) -> tuple[Any, Any]:
         if inp.perturbed:
             _check_differentiable("moe_sort_chunks", inp.value)
-        value = None if probs is None else probs.value
-        return forward(inp.value, value, chunk_map.value), chunk_map.value
+        return forward(*values_of((inp, probs, chunk_map))), chunk_map.value
 
     def bwd(chunk_map: Any, cotangents: Any) -> Any:
         grad, has_rows = _known(cotangents[0], True)
@@ -457,8 +453,8 @@ def _sorted(inp: Any, probs: Any, chunk_map: Any, is_backward: bool) -> tuple[An
     name = "moe_sort_chunks"
     matrix = _checked_rows(name, inp)
     rows = matrix.shape[0]
-    table = _checks.has_dtype(name, "chunk_map", chunk_map, ["int32"])
-    given = {"inp": matrix, "chunk_map": _checks.has_shape(name, "chunk_map", table, (2, rows))}
+    table = _checks.has_dtype(name, "chunk_map", chunk_map, ["int32"], (2, rows))
+    given = {"inp": matrix, "chunk_map": table}
     results = {"out": _S(matrix.shape, matrix.dtype)}
     if probs is not None:
         given["probs"] = _checked_probs(name, probs, jnp.uint8, (rows,))

@@ -139,8 +139,7 @@ def _heads(function: str, queries: Any, keys: Any, values: Any) -> dict[str, jax
     model = _checks.has_dtype(function, "keys", found["keys"], _checks.FLOATS)
     outer, inner, groups, size = model.shape
     same = [model.dtype.name]
-    values = _checks.has_dtype(function, "values", found["values"], same)
-    _checks.has_shape(function, "values", values, model.shape)
+    _checks.has_dtype(function, "values", found["values"], same, model.shape)
     if queries is not None:
         heads = found["queries"].shape[2]
         if not groups or heads < groups or heads % groups:
@@ -148,7 +147,7 @@ def _heads(function: str, queries: Any, keys: Any, values: Any) -> dict[str, jax
                 f"{function}: queries must have a multiple of the {groups} heads of keys, got"
                 f" {heads}"
             )
-        queries = _checks.has_dtype(function, "queries", found["queries"], same)
-        _checks.has_shape(function, "queries", queries, (outer, inner, heads, size))
+        shape = outer, inner, heads, size
+        _checks.has_dtype(function, "queries", found["queries"], same, shape)
     order = [name for name in ("queries", "keys", "values") if name in found]
     return {name: found[name].reshape(outer * inner, *found[name].shape[2:]) for name in order}

@@ -108,8 +108,7 @@ def _check_places(
             raise ValueError(f"{name}: cu_seqlens must have batch + 1 elements, got none")
         count = bounds.size - 1
     if "starts" in places:
-        starts = _checks.has_dtype(name, "starts", places["starts"], ["int32", "int64"])
-        _checks.has_shape(name, "starts", starts, (count,))
+        _checks.has_dtype(name, "starts", places["starts"], ["int32", "int64"], (count,))
     needed = 0 if places else x.shape[tokens]
     if not 0 <= start <= _FARTHEST or (needed and needed > length - start):
         raise ValueError(
