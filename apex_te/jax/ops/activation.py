@@ -72,8 +72,7 @@ def activation_fwd_fp8(
 ) -> FP8Output:
     """Quantizes an activation's float32 result f(x): q = saturating_cast(f(x) * scale).
 
-    The result's ``amax`` is the maximum of the given one and max |f(x)|. The last dimension of x
-    are the columns.
+    The last dimension of x are the columns.
     """
     name = "activation_fwd_fp8"
     number = activation_number(name, kind)

@@ -104,10 +104,7 @@ def bias_gelu_fwd_fp8(
     columnwise: bool = True,
     amax: jax.Array | None = None,
 ) -> FP8Output:
-    """Quantizes the float32 result of gelu: q = saturating_cast(gelu(x + bias) * scale).
-
-    The result's ``amax`` is the maximum of the given one and max |gelu(x + bias)|.
-    """
+    """Quantizes the float32 result of gelu: q = saturating_cast(gelu(x + bias) * scale)."""
     name = "bias_gelu_fwd_fp8"
     is_tanh = op_options.is_tanh(name, form)
     given = {"x": x, "bias": bias, "scale": scale, "amax": amax}
@@ -128,10 +125,7 @@ def bias_gelu_bwd_fp8(
     amax: jax.Array | None = None,
     with_dbias: bool = False,
 ) -> BiasGeluFP8Grads:
-    """Computes ``bias_gelu_bwd`` with the gradient of x quantized from its float32 values.
-
-    The result's ``amax`` is the maximum of the given one and the magnitudes of x's gradient.
-    """
+    """Computes ``bias_gelu_bwd`` with the gradient of x quantized from its float32 values."""
     name = "bias_gelu_bwd_fp8"
     is_tanh = op_options.is_tanh(name, form)
     given = {"dy": grad_output, "x": x, "bias": bias, "scale": scale, "amax": amax}

@@ -6,6 +6,7 @@ device's own tokens.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -163,7 +164,7 @@ def permute(
         made = call(_OP, name, results, **given, row_id_map=row_id_map)
         return _cast(made["out"], dtype), made.get("permuted_probs"), row_id_map
 
-    out, permuted, _ = _permutation(forward)(inp, probs, row_id_map)
+    out, permuted, _ = _permutation(_OP, forward, permute_bwd)(inp, probs, row_id_map)
     return out, permuted
 
 
@@ -192,18 +193,20 @@ def permute_by(
         found = routing.map_of(made)
         return _cast(made["out"], dtype), made.get("permuted_probs"), found
 
-    out, permuted, found = _permutation(forward)(inp, probs, routing_map)
-    return out, permuted, found
+    return _permutation(_OP, forward, permute_bwd)(inp, probs, routing_map)
 
 
-def _permutation(forward: Any) -> Any:
-    """Returns a differentiable function (inp, probs or None, map) -> (rows, probs, map)."""
+def _permutation(op: str, forward: Any, backward: Any) -> Any:
+    """Returns a differentiable function (inp, probs or None, map) -> (rows, probs, map).
+
+    ``backward`` is a function of the rows' gradients, of the map, and of the probs' or None.
+    """
     run = jax.custom_vjp(forward)
 
     def fwd(inp: Any, probs: Any, routes: Any) -> tuple[Any, Any]:
         wanted = flag(inp), flag(probs)
         if is_wanted(wanted[0]):
-            _check_differentiable(_OP, inp.value)
+            _check_differentiable(op, inp.value)
         out, permuted, found = forward(*values_of((inp, probs, routes)))
         table = found.row_id_map if isinstance(found, RowMap) else found
         return (out, permuted, found), (table, wanted)
@@ -216,7 +219,7 @@ def _permutation(forward: Any) -> Any:
             return None, None, None
         if not has_rows:  # alone, beside rows of no columns
             grad = jnp.zeros((grad_probs.shape[0], 0), jnp.float32)
-        made, made_probs = permute_bwd(grad, row_id_map, grad_probs)
+        made, made_probs = backward(grad, row_id_map, grad_probs)
         return made if has_rows else None, made_probs, None
 
     run.defvjp(fwd, bwd, symbolic_zeros=True)
@@ -424,31 +427,15 @@ def sort_chunks(
     """
     inp = _matrix("moe_sort_chunks", inp)
 
-    def forward(inp: Any, probs: Any, chunk_map: Any) -> tuple[Any, Any]:
-        return _sorted(inp, probs, chunk_map, is_backward)
+    def forward(inp: Any, probs: Any, chunk_map: Any) -> tuple[Any, Any, Any]:
+        return *_sorted(inp, chunk_map, probs, is_backward), chunk_map
 
-    run = jax.custom_vjp(forward)
-
-    def fwd(inp: Any, probs: Any, chunk_map: Any) -> tuple[Any, Any]:
-        if inp.perturbed:
-            _check_differentiable("moe_sort_chunks", inp.value)
-        return forward(*values_of((inp, probs, chunk_map))), chunk_map.value
-
-    def bwd(chunk_map: Any, cotangents: Any) -> Any:
-        grad, has_rows = _known(cotangents[0], True)
-        grad_probs, has_probs = _known(cotangents[1], True)
-        if not has_rows and not has_probs:
-            return None, None, None
-        if not has_rows:
-            grad = jnp.zeros((chunk_map.shape[1], 0), jnp.float32)
-        made, made_probs = _sorted(grad, grad_probs, chunk_map, not is_backward)
-        return made if has_rows else None, made_probs, None
-
-    run.defvjp(fwd, bwd, symbolic_zeros=True)
-    return run(inp, probs, chunk_map)
+    backward = functools.partial(_sorted, is_backward=not is_backward)
+    out, permuted, _ = _permutation("moe_sort_chunks", forward, backward)(inp, probs, chunk_map)
+    return out, permuted
 
 
-def _sorted(inp: Any, probs: Any, chunk_map: Any, is_backward: bool) -> tuple[Any, Any]:
+def _sorted(inp: Any, chunk_map: Any, probs: Any, is_backward: bool) -> tuple[Any, Any]:
     """Computes ``sort_chunks``, without a gradient."""
     name = "moe_sort_chunks"
     matrix = _checked_rows(name, inp)

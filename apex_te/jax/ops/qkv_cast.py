@@ -41,8 +41,7 @@ def qkv_cast_weight(
 ) -> FP8Output:
     """Casts an interleaved weight as ``cast_transpose`` does, and sorts the rowwise copy's rows.
 
-    The result's ``amax`` is the maximum of the given one and max |weight|. The columns may be
-    sharded over devices.
+    The columns may be sharded over devices.
     """
     name = "qkv_cast_weight"
     dtype = _checks.fp8_dtype_of(name, fp8_dtype, fnuz=True)
@@ -82,8 +81,7 @@ def qkv_cast_grad(
 ) -> QkvGradOutput:
     """Joins the gradients of queries, keys and values and casts them as ``cast_transpose`` does.
 
-    The result's ``amax`` is the maximum of the given one and the gradient's magnitudes. Tokens may
-    be sharded over devices.
+    Tokens may be sharded over devices.
     """
     name = "qkv_cast_grad"
     dtype = _checks.fp8_dtype_of(name, fp8_dtype, fnuz=True)

@@ -123,8 +123,7 @@ def swiglu_fwd_fp8(
 ) -> FP8Output:
     """Quantizes the float32 result y of ``swiglu``: q = saturating_cast(y * scale).
 
-    The result's ``amax`` is the maximum of the given one and max |y|, NaN counting as largest. With
-    ``axis`` -2 the copies are [..., F] and [F, ...].
+    With ``axis`` -2 the copies are [..., F] and [F, ...].
     """
     given = gated_arrays("swiglu_fwd_fp8", activation, axis, input, up, bias, up_bias, to_fp8=True)
     sides = {"rowwise": "r f" if rowwise else None, "columnwise": "f r" if columnwise else None}
@@ -168,10 +167,8 @@ def swiglu_bwd_fp8(
 ) -> SwigluFP8Grads:
     """Quantizes the float32 gradients of gate and up, concatenated to a matrix [M, 2F].
 
-    The matrix has this form even if gate and up are given as two arrays.
-
-    The result's ``amax`` is the maximum of the given one and the gradients' magnitudes. With
-    ``axis`` -2 the copies are [..., 2, F] and [2, F, ...].
+    The matrix has this form even if gate and up are given as two arrays. With ``axis`` -2 the
+    copies are [..., 2, F] and [2, F, ...].
     """
     given = gated_arrays(
         "swiglu_bwd_fp8", activation, axis, input, up, bias, up_bias, grad_output, to_fp8=True
