@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from ..attention import MASK_TYPES, dot_product_attention
+from ..attention import MASK_TYPES, checked_kind, dot_product_attention
 from ..context_parallel import context_parallel_attention, token_positions
 from ..joined_columns import joined_columns
 from ..layernorm_dense import norm_dense
@@ -420,11 +420,7 @@ class MultiHeadAttention(TransformerEngineBase):
                 f"MultiHeadAttention: num_gqa_groups must divide num_attention_heads={heads}, got"
                 f" {self.num_gqa_groups}"
             )
-        if self.attn_mask_type not in MASK_TYPES:
-            raise ValueError(
-                "MultiHeadAttention: attn_mask_type must be one of"
-                f" {', '.join(MASK_TYPES)}, got {self.attn_mask_type!r}"
-            )
+        checked_kind(self.attn_mask_type, None, "MultiHeadAttention")
         return heads
 
     def _linear_options(self, part: str) -> dict[str, Any]:

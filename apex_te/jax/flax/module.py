@@ -26,6 +26,7 @@ from ..layernorm import in_dtype, normalised
 from ..layernorm_dense import norm_dense
 from ..layernorm_mlp import Between, norm_mlp
 from ..low_rank import adapted
+from ..ops import _checks
 from ..ops._checks import FLOATS
 from ..places import Axes, placed
 from ..quantize import QuantizerFactory, QuantizerSet
@@ -135,11 +136,7 @@ class TransformerEngineBase(nn.Module):
         """Returns an input in the dtype in which the layer computes; it has a dimension."""
         dtype = self._dtype()
         x = jnp.asarray(inputs, dtype if self._is_v1 and self.dtype is not None else None)
-        if x.dtype.name not in FLOATS:
-            raise TypeError(
-                f"{type(self).__name__}: {name} must have dtype float32, float16 or bfloat16, got"
-                f" {x.dtype.name}"
-            )
+        _checks.has_dtype(type(self).__name__, name, x, FLOATS)
         if x.ndim == 0:
             raise ValueError(
                 f"{type(self).__name__}: {name} must have at least one dimension, got a scalar"

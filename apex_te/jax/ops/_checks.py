@@ -58,12 +58,19 @@ def matrix(function: str, name: str, value: Any, dtypes: Sequence[str] = FLOATS)
     return has_ndim(function, name, value, 2, dtypes)
 
 
-def matrix_to_cast(function: str, value: Any) -> jax.Array:
-    """Returns the argument ``x`` of a cast, a matrix; its errors are those of PyTorch's casts."""
-    found = array(function, "x", value)
+def two_dimensional(function: str, name: str, value: Any) -> jax.Array:
+    """Returns ``value``, an array with two dimensions; the errors are those of PyTorch's casts."""
+    found = array(function, name, value)
     if found.ndim != 2:
-        raise ValueError(f"{function}: x must have 2 dimensions, got shape {list(found.shape)}")
-    return has_dtype(function, "x", found, FLOATS)
+        raise ValueError(
+            f"{function}: {name} must have 2 dimensions, got shape {list(found.shape)}"
+        )
+    return found
+
+
+def matrix_to_cast(function: str, value: Any, name: str = "x") -> jax.Array:
+    """Returns the argument ``name`` of a cast, a matrix of floats."""
+    return has_dtype(function, name, two_dimensional(function, name, value), FLOATS)
 
 
 def has_columns(function: str, name: str, value: Any) -> jax.Array:

@@ -120,8 +120,7 @@ def _checked_rows(
     logits = _checks.matrix(function, "logits", logits)
     target = _checks.has_ndim(function, "target", target, 1, ["int64", "int32"])
     rows, columns = logits.shape
-    if target.shape != (rows,):
-        raise ValueError(f"{function}: target must have shape [{rows}], got [{target.shape[0]}]")
+    _checks.has_shape(function, "target", target, (rows,))
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"{function}: label_smoothing must be in [0, 1], got {label_smoothing:g}")
     if rows and not 1 <= columns <= _MOST_COLUMNS:

@@ -49,12 +49,7 @@ def _prepare(
         raise NotImplementedError(
             f"{name}: one of a and b must have dtype float8_e4m3fn, got float8_e5m2 twice"
         )
-    dtype = jnp.dtype(out_dtype)
-    if dtype.name not in _checks.FLOATS:
-        raise TypeError(
-            f"{name}: out must have dtype {', '.join(_checks.FLOATS[:-1])} or bfloat16,"
-            f" got {dtype.name}"
-        )
+    dtype = _checks.float_dtype_of(name, "out", out_dtype)
     rest = {}
     if bias is not None:
         bias = _checks.has_shape(name, "bias", jnp.asarray(bias), b.shape[: b.ndim - inner])

@@ -90,11 +90,7 @@ def _routing(
     """Returns the arguments of a C function that makes a map, after their checks."""
     if map_type not in ("mask", "index"):
         raise ValueError(f"{_OP}: map_type must be 'mask' or 'index', got {map_type!r}")
-    routes = _checks.array(_OP, "routing_map", routing_map)
-    if routes.ndim != 2:
-        raise ValueError(
-            f"{_OP}: routing_map must have 2 dimensions, got shape {list(routes.shape)}"
-        )
+    routes = _checks.two_dimensional(_OP, "routing_map", routing_map)
     is_index = map_type == "index"
     tokens, width = routes.shape
     experts = width
@@ -237,7 +233,7 @@ def _rows_of(
     name: str, inp: Any, probs: Any, row_id_map: Any, num_rows: int
 ) -> tuple[dict[str, Any], dict[str, Any], Any]:
     """Returns what a permutation reads and writes of rows and probs, and the dtype of the rows."""
-    inp = _matrix(_OP, inp)
+    inp = _checks.two_dimensional(_OP, "inp", inp)
     if num_rows < 0:
         raise ValueError(f"{_OP}: num_out_tokens must be at least 0, got {num_rows}")
     tokens, width = _map_shape(name, row_id_map)
@@ -248,13 +244,6 @@ def _rows_of(
         given["probs"] = _checked_probs(name, probs, matrix.dtype, (tokens, width))
         results["permuted_probs"] = _S((num_rows,), given["probs"].dtype)
     return given, results, inp.dtype
-
-
-def _matrix(op: str, inp: Any) -> jax.Array:
-    found = _checks.array(op, "inp", inp)
-    if found.ndim != 2:
-        raise ValueError(f"{op}: inp must have 2 dimensions, got shape {list(found.shape)}")
-    return found
 
 
 def _checked_rows(name: str, inp: jax.Array) -> jax.Array:
@@ -347,7 +336,7 @@ def unpermute(inp: jax.Array, row_id_map: jax.Array, probs: jax.Array | None = N
 
     Differentiable with respect to ``inp`` and ``probs``.
     """
-    return _unpermutation(_matrix("moe_unpermute", inp), row_id_map, probs)
+    return _unpermutation(_checks.two_dimensional("moe_unpermute", "inp", inp), row_id_map, probs)
 
 
 @jax.custom_vjp
@@ -425,7 +414,7 @@ def sort_chunks(
 
     Differentiable with respect to ``inp`` and ``probs``.
     """
-    inp = _matrix("moe_sort_chunks", inp)
+    inp = _checks.two_dimensional("moe_sort_chunks", "inp", inp)
 
     def forward(inp: Any, probs: Any, chunk_map: Any) -> tuple[Any, Any, Any]:
         return *_sorted(inp, chunk_map, probs, is_backward), chunk_map

@@ -45,10 +45,7 @@ def qkv_cast_weight(
     """
     name = "qkv_cast_weight"
     dtype = _checks.fp8_dtype_of(name, fp8_dtype, fnuz=True)
-    found = _checks.array(name, "weight", weight)
-    if found.ndim != 2:
-        raise ValueError(f"{name}: weight must have 2 dimensions, got shape {list(found.shape)}")
-    weight = _checks.has_dtype(name, "weight", found, _checks.FLOATS)
+    weight = _checks.matrix_to_cast(name, weight, "weight")
     rows = weight.shape[0]
     if repeats < 0 or groups < 1 or rows % ((repeats + 2) * groups):
         raise ValueError(
