@@ -27,16 +27,13 @@ def fused_dense(
     """Computes norm(x) @ kernel + bias, differentiably; with ``columns`` a list of kernels'
     outputs.
 
-    The norm's op writes its result in FP8, from float32 values. With ``columns``, the layout of
-    several kernels that are joined in the kernel, one op joins the outputs' gradients and casts
-    them to FP8. The gradient with respect to ``state`` is the state after the step. Must be called
-    inside of a region, and ``can_fuse_norm(state)`` must be True.
+    The gradient with respect to ``state`` is the state after the step. Must be called inside of a
+    region, and ``can_fuse_norm(state)`` must be True.
 
     Args:
         x: [..., in] with two dimensions or more.
         parameters: scale [in] and bias [in] of the norm, in x's dtype or float32; kernel
             [in, out...] and its bias [out...] in x's dtype. All but the kernel may be None.
-        state: FP8 state of the layer; empty for a recipe without state.
     """
     recipe = active_recipe()
     assert recipe is not None

@@ -25,17 +25,16 @@ def gated_mlp(
 ) -> jax.Array:
     """Computes (act(gate) * up) @ wo + wo_bias, with gate and up of norm(x) @ wi + wi_bias.
 
-    Differentiable. The ops of the norm, of the activation and of its backward write their results
-    in FP8: recipes with one scale per tensor quantize float32 values, recipes with blocks quantize
-    values rounded to x's dtype. The gradient with respect to ``state`` is the state after the step.
-    Must be called inside of a region, and ``can_fuse_activation(state)`` must be True.
+    Differentiable. Recipes with one scale per tensor quantize float32 values of the norm and of
+    the activation, recipes with blocks values rounded to x's dtype. The gradient with respect to
+    ``state``, of two GEMMs, is the state after the step. Must be called inside of a region, and
+    ``can_fuse_activation(state)`` must be True.
 
     Args:
         x: [..., in] with two dimensions or more.
         parameters: scale [in] and bias [in] of the norm, in x's dtype or float32; wi [in, 2, F]
             with the gate first, its bias [2, F], wo [F, out] and its bias [out] in x's dtype.
             All but wi and wo may be None.
-        state: FP8 state of both layers, two GEMMs; empty for a recipe without state.
     """
     recipe = active_recipe()
     assert recipe is not None

@@ -326,9 +326,7 @@ class MultiHeadAttention(TransformerEngineBase):
             inputs_kv: None or ``inputs_q`` itself for self attention, another array of its dtype
                 for cross attention. Inside of ``jax.jit`` or ``jax.checkpoint`` an array that was
                 passed to them twice counts as two.
-            mask: bool or integer, True = masked out, 4 dimensions that broadcast to
-                [b, h, sq, sk]; required with the padding types, ignored with the others.
-            bias: added to the scores, 4 dimensions that broadcast to [b, h, sq, sk].
+            mask, bias: as in ``DotProductAttention``.
             decode: append keys and values to the collection "cache", and attend to all of them;
                 only in self attention. ``init`` with ``decode=True`` and inputs of the maximum
                 length makes the cache. sk is then that length, and a bias has rows for all

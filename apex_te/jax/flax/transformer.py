@@ -40,18 +40,15 @@ class TransformerLayer(TransformerEngineBase):
         hidden_size: width of all heads together, a multiple of ``num_attention_heads``. The
             width of the output is the input's.
         mlp_hidden_size: width of the MLP between its linear layers.
-        num_attention_heads: number of the queries' heads.
-        num_gqa_groups: number of the keys' and values' heads, a divisor of
-            ``num_attention_heads``; None means as many.
+        num_attention_heads, num_gqa_groups, attention_dropout, dropout_rng_name: as in
+            ``DotProductAttention``.
         layernorm_type, zero_centered_gamma: as in ``LayerNorm``, for every norm.
         layernorm_epsilon: added to the variance.
         hidden_dropout: probability that an element of attention's or the MLP's output is dropped
             before it is added to the residual.
         hidden_dropout_dims: dimensions along which its mask is broadcast.
-        attention_dropout: probability that an attention weight is dropped.
         intermediate_dropout: probability that an element after the activation is dropped.
         intermediate_dropout_dims: dimensions along which its mask is broadcast.
-        dropout_rng_name: name of Flax's random number stream for dropout.
         mha_kernel_init: initializer of attention's kernels; None: variance_scaling(1.0, fan_in,
             normal).
         mlp_kernel_init: initializer of the MLP's kernels; None: variance_scaling(1.0, fan_in,

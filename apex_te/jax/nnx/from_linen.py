@@ -39,11 +39,7 @@ class FP8Holder(nnx.Module):
             _assign(self, name, tree)
 
     def _values(self, parameters: Any = None) -> dict[str, Any]:
-        """Returns the collections' arrays; FP8 state is updated if a parameter is differentiated.
-
-        Args:
-            parameters: arrays; None: those of the module.
-        """
+        """Returns collections' arrays; FP8 state is updated if a parameter is differentiated."""
         found: dict[str, Any] = {name: {} for name in _COLLECTIONS}
         _collect(self, found)
         state, writes = found.pop(FP8_COLLECTION_NAME), found.pop(WRITES)

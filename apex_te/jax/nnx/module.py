@@ -389,13 +389,8 @@ class DotGeneral(FP8Holder):
     """GEMM of an array and a kernel in FP8, the ``dot_general`` of an ``nnx.Linear``.
 
     Args:
-        recipe: the recipe, or its name. It is used in any ``fp8_autocast`` region and outside of
-            them. None means ``DelayedScaling()``, whose FP8 state the object has.
-
-    Raises:
-        TypeError: ``recipe`` is not a recipe.
-        ValueError: no recipe has this name.
-        NotImplementedError: the recipe has an option that is not available in JAX.
+        recipe: as in ``apex_te.jax.flax.make_dot_general_cls``, as are the errors; the object has
+            the FP8 state of ``DelayedScaling``.
     """
 
     def __init__(self, recipe: Recipe | str | None = None) -> None:

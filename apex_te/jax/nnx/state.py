@@ -99,10 +99,8 @@ def use_refs(module: nnx.Module, use: bool = True) -> None:
 def values(state: Any, writes: Any, parameters: Any) -> Any:
     """Returns the arrays of a tree of FP8 states; with Refs their gradient is written there.
 
-    Args:
-        state: tree of ``FP8State``.
-        writes: the same tree with an ``FP8Writes`` for each module's state.
-        parameters: arrays; if one is differentiated, the state is, too.
+    ``writes`` is the same tree with an ``FP8Writes`` for each module's state. If one of the arrays
+    ``parameters`` is differentiated, the state is, too.
     """
     is_variable = lambda x: isinstance(x, nnx.Variable)  # noqa: E731
     leaves = jax.tree.leaves((state, writes), is_leaf=is_variable)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -38,6 +38,27 @@ def gradients_like(kinds: Iterable[Any], gradients: Iterable[Any]) -> list[Any]:
         gradient_like(kind, None if each is None else each.astype(kind.aval.dtype))
         for kind, each in zip(kinds, gradients, strict=True)
     ]
+
+
+def keeping_inputs(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a differentiable function that keeps its arguments, arrays or None.
+
+    ``backward`` is a function of the cotangent, of these arguments, and of bools that say which
+    gradients are wanted; it returns a gradient for each, or None.
+    """
+    run = jax.custom_vjp(forward)
+
+    def fwd(*primals: Any) -> tuple[Any, Any]:
+        values = values_of(primals)
+        return forward(*values), (values, [flag(p) for p in primals])
+
+    def bwd(kept: Any, cotangent: Any) -> tuple[Any, ...]:
+        values, wanted = kept
+        made = backward(materialised(cotangent), values, [*map(is_wanted, wanted)])
+        return tuple(map(gradient_of, values, made))
+
+    run.defvjp(fwd, bwd, symbolic_zeros=True)
+    return run
 
 
 def materialised(cotangent: Any) -> jax.Array:

@@ -111,13 +111,8 @@ def shared_product(
     of ``scales`` comes with its dimensions in the rule; ``inner`` dimensions are contracted.
     """
     inputs = {**operands, **{n: x for n, (_, x) in scales.items()}, **rest}
-    dims = {
-        "a": "m k",
-        "b": "n k",
-        "bias": "n",
-        "c": "m n",
-        **{n: d for n, (d, _) in scales.items()},
-    }
+    dims = {"a": "m k", "b": "n k", "bias": "n", "c": "m n"}
+    dims |= {n: d for n, (d, _) in scales.items()}
     ranks = {letter: operands[n].ndim - inner for letter, n in (("m", "a"), ("n", "b"))}
 
     def parts(arrays: tuple[jax.Array, ...]) -> tuple[list[jax.Array], dict[str, jax.Array]]:

@@ -144,8 +144,8 @@ def groups_of(splits: jax.Array, rows: int) -> Groups:
         raise NotImplementedError(
             f"{name}: rows must be from 0 to 2^31 - 1 with padding, got {rows}"
         )
-    results = {"table": _S((3 * count + 1,), jnp.int32)}
-    return Groups(call(_OP, name, results, splits=splits, rows=rows)["table"], rows, count)
+    table = whole_call(_OP, name, {"splits": splits}, rows=rows)["table"]
+    return Groups(table, rows, count)
 
 
 @checked

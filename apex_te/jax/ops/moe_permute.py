@@ -17,6 +17,7 @@ from ...runtime.scratch_sizes import map_tiles
 from .._call import call
 from . import _checks
 from ._checked import checked
+from ._contract import whole_call
 from ._gradient import flag, is_wanted, materialised, values_of
 
 __all__ = [
@@ -391,15 +392,13 @@ def make_chunk_map(split_sizes: jax.Array, sorted_index: jax.Array, num_rows: in
     when the program runs. On a GPU ``sort_chunks`` then writes zeros to rows that receive no row.
     """
     name = "moe_sort_chunks_map"
-    integers = ["int32", "int64"]
-    sizes = _checks.has_ndim(name, "split_sizes", split_sizes, 1, integers)
-    index = _checks.has_dtype(name, "sorted_index", sorted_index, integers, sizes.shape)
-    if sizes.size > _MAX_CHUNKS:
+    chunks = _checks.array(name, "split_sizes", split_sizes).size
+    if chunks > _MAX_CHUNKS:
         raise NotImplementedError(
-            f"{name}: split_sizes must have at most {_MAX_CHUNKS} elements, got {sizes.size}"
+            f"{name}: split_sizes must have at most {_MAX_CHUNKS} elements, got {chunks}"
         )
-    results = {"chunk_map": _S((2, num_rows), jnp.int32)}
-    return call(_OP, name, results, split_sizes=sizes, sorted_index=index)["chunk_map"]
+    given = {"split_sizes": split_sizes, "sorted_index": sorted_index}
+    return whole_call(_OP, name, given, extents={"r": num_rows})["chunk_map"]
 
 
 @checked
@@ -427,13 +426,6 @@ def sort_chunks(
 def _sorted(inp: Any, chunk_map: Any, probs: Any, is_backward: bool) -> tuple[Any, Any]:
     """Computes ``sort_chunks``, without a gradient."""
     name = "moe_sort_chunks"
-    matrix = _checked_rows(name, inp)
-    rows = matrix.shape[0]
-    table = _checks.has_dtype(name, "chunk_map", chunk_map, ["int32"], (2, rows))
-    given = {"inp": matrix, "chunk_map": table}
-    results = {"out": _S(matrix.shape, matrix.dtype)}
-    if probs is not None:
-        given["probs"] = _checked_probs(name, probs, jnp.uint8, (rows,))
-        results["permuted_probs"] = _S((rows,), given["probs"].dtype)
-    made = call(_OP, name, results, **given, is_backward=bool(is_backward))
+    given = {"inp": _checked_rows(name, inp), "probs": probs, "chunk_map": chunk_map}
+    made = whole_call(_OP, name, given, is_backward=bool(is_backward))
     return _cast(made["out"], inp.dtype), made.get("permuted_probs")

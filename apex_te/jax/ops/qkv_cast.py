@@ -5,7 +5,6 @@ Orders of heads are those of ``apex_te.ops.qkv_cast``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +12,7 @@ import jax
 from . import _checks
 from ._checked import checked
 from ._contract import local_call, run
-from ._rows import rowwise as over_rows
+from ._rows import rowwise_by_name
 from .fp8_output import FP8Output, wanted
 
 __all__ = ["QkvGradOutput", "qkv_cast_grad", "qkv_cast_weight"]
@@ -57,9 +56,8 @@ def qkv_cast_weight(
         ["out_columnwise"] * bool(columnwise) + ["scale_inv"], dtypes={"F": dtype},
         repeats=repeats, groups=groups,
     )  # fmt: skip
-    return FP8Output(
-        out["out_rowwise"], out.get("out_columnwise"), out["scale_inv"], out.get("amax")
-    )
+    copies = out["out_rowwise"], out.get("out_columnwise")
+    return FP8Output(*copies, out["scale_inv"], out.get("amax"))
 
 
 @checked
@@ -87,20 +85,14 @@ def qkv_cast_grad(
     names = [*wanted(name, rowwise, columnwise), "scale_inv"]
     names += [*(() if amax is None else ("amax",)), *(("dbias",) if with_dbias else ())]
 
-    def body(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        tensors = dict(zip(given, arrays, strict=True))
+    def body(tensors: dict[str, jax.Array]) -> dict[str, jax.Array]:
         heads = {n: tensors[n][:, None] for n in ("queries", "keys", "values") if n in tensors}
-        made = local_call(
-            _OP, name, tensors | heads, names, {"F": dtype}, interleaved=bool(interleaved)
-        )
-        return tuple(made[each] for each in names)
+        options = {"interleaved": bool(interleaved)}
+        return local_call(_OP, name, tensors | heads, names, {"F": dtype}, **options)
 
     read = {"queries": "r q s", "keys": "r g s", "values": "r g s"}
-    made = over_rows(name, _rule(given, read, names, dims), body)(*given.values())
-    out = dict(zip(names, made, strict=True))
-    return QkvGradOutput(
-        FP8Output(*(out.get(each) for each in FP8Output._fields)), out.get("dbias")
-    )
+    out = rowwise_by_name(name, given, read, {each: dims[each] for each in names}, body)
+    return QkvGradOutput(FP8Output(*map(out.get, FP8Output._fields)), out.get("dbias"))
 
 
 def _scalars(function: str, scale: Any, amax: Any) -> dict[str, jax.Array]:
@@ -109,14 +101,6 @@ def _scalars(function: str, scale: Any, amax: Any) -> dict[str, jax.Array]:
     if amax is not None:
         found["amax"] = _checks.is_scalar(function, "amax", amax)
     return found
-
-
-def _rule(
-    given: Mapping[str, Any], read: Mapping[str, str], names: list[str], dims: Mapping[str, str]
-) -> str:
-    """Returns the rule of a call."""
-    operands = ", ".join(f"{name}: {read.get(name, '_')}" for name in given)
-    return f"{operands} -> {', '.join(f'{name}: {dims[name]}' for name in names)}"
 
 
 def _heads(function: str, queries: Any, keys: Any, values: Any) -> dict[str, jax.Array]:

@@ -13,7 +13,7 @@ from ...runtime.op_options import ACTIVATIONS, ClampedSwiglu, gate_arguments
 from . import _checks
 from ._checked import checked
 from ._gated_arrays import GatedArrays, call_gated, gated_arrays
-from ._gradient import flag, gradient_of, is_wanted, materialised, values_of
+from ._gradient import keeping_inputs
 from .fp8_output import FP8Output
 
 __all__ = [
@@ -63,32 +63,16 @@ def swiglu(
 def _differentiable(activation: str | ClampedSwiglu, axis: int) -> Callable[..., Any]:
     options: dict[str, Any] = {"activation": activation, "axis": axis}
 
-    @jax.custom_vjp
-    def gated(input: Any, up: Any, bias: Any, up_bias: Any) -> Any:
-        return swiglu_fwd(input, up, bias, up_bias, **options)
-
-    def fwd(*primals: Any) -> tuple[Any, Any]:
-        values = values_of(primals)
-        return swiglu_fwd(*values, **options), (values, [flag(p) for p in primals[2:]])
-
-    def bwd(kept: Any, dy: Any) -> Any:
-        values, flags = kept
-        with_dbias = any(map(is_wanted, flags))
-        x, up, bias, up_bias = values
-        given = gated_arrays("swiglu_bwd", activation, axis, x, up, bias, up_bias, materialised(dy))
-        made = _gradients(given, with_dbias)
-        dbias, dup_bias = made.dbias, None
-        if dbias is not None and up_bias is not None:
-            dbias, dup_bias = jnp.split(dbias, 2)
-        return (
-            gradient_of(x, made.input),
-            gradient_of(up, made.up),
-            gradient_of(bias, dbias),
-            gradient_of(up_bias, dup_bias),
+    def backward(dy: Any, values: Any, wanted: Any) -> tuple[Any, ...]:
+        made = _gradients(
+            gated_arrays("swiglu_bwd", activation, axis, *values, dy), any(wanted[2:])
         )
+        dbias, dup_bias = made.dbias, None
+        if dbias is not None and values[3] is not None:
+            dbias, dup_bias = jnp.split(dbias, 2)
+        return made.input, made.up, dbias, dup_bias
 
-    gated.defvjp(fwd, bwd, symbolic_zeros=True)
-    return gated
+    return keeping_inputs(functools.partial(swiglu_fwd, **options), backward)
 
 
 @checked
