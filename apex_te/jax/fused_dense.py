@@ -50,9 +50,9 @@ class _Layer(FusedLayer):
 
     def forward(self, primals: Any, parts: Any, wanted: Sequence[bool]) -> tuple[Any, Any, Any]:
         """Returns outputs, what backward keeps, and casts; see ``FusedLayer.forward``."""
-        normed = self._normed(*primals[:3])
+        normed, (kernel, bias) = self._normed(*primals[:3]), primals[3:]
         y, qx, qkernel = self.products[0].forward(
-            normed, *primals[3:], parts[0], for_dx=any(wanted[:3]), for_dkernel=wanted[3]
+            normed, kernel, bias, parts[0], for_dx=any(wanted[:3]), for_dkernel=wanted[3]
         )
         out = y if self._columns is None else tuple(self._columns.split(y))
         return out, self._kept(primals, normed, wanted), [(qx, qkernel)]

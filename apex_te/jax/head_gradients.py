@@ -75,7 +75,7 @@ class HeadGradients(FusedCast):
         written = {name: dims[name] for name in names}
         options: dict[str, Any] = {"split": split, "ranks": {"r": lead}}
         made = rowwise_by_name(_FUNCTION, given, terms, written, body, **options)
-        return FP8Output(*map(made.get, FP8Output._fields)), made.get("dbias")
+        return FP8Output(*(made.get(n) for n in FP8Output._fields)), made.get("dbias")
 
     def _operands(self, lead: int) -> tuple[dict[str, jax.Array], dict[str, str], str, str]:
         """Returns gradients, their dimensions, those of the joined columns, and the names to split.

@@ -160,16 +160,19 @@ def from_torch(
             _check_separate(state_dict, part.prefix, leaf.keys[0])
             like = node[leaf.name]
             array = _joined(leaf, np.shape(like), part.prefix, read)
-            params[(*part.path, leaf.name)] = jnp.asarray(array, jnp.asarray(like).dtype)
+            path = (*part.path, leaf.name)
+            params[path] = jnp.asarray(array, jnp.asarray(like).dtype)
         if is_state(state):
             for name in TENSORS:
                 array = read(f"{part.prefix}{_PREFIX}{name}", np.shape(state[name]))
-                states[(*part.path, name)] = jnp.asarray(array, jnp.float32)
+                path = (*part.path, name)
+                states[path] = jnp.asarray(array, jnp.float32)
             if FIRST_DUE in state:
+                path = (*part.path, FIRST_DUE)
                 key = f"{part.prefix}{_PREFIX}header"
-                due = _first_due(key, state_dict.get(key), np.shape(state[FIRST_DUE]))
-                states[(*part.path, FIRST_DUE)] = due
-            states[(*part.path, "uses")] = jnp.ones_like(state["uses"])
+                states[path] = _first_due(key, state_dict.get(key), np.shape(state[FIRST_DUE]))
+            path = (*part.path, "uses")
+            states[path] = jnp.ones_like(state["uses"])
     found = {**variables, "params": _replaced(variables["params"], params)}
     if FP8_COLLECTION_NAME in variables:
         found[FP8_COLLECTION_NAME] = _replaced(variables[FP8_COLLECTION_NAME], states)

@@ -33,7 +33,7 @@ def activation(x: jax.Array, kind: str) -> jax.Array:
 @functools.cache
 def _differentiable(kind: str) -> Callable[[Any], Any]:
     def backward(dy: Any, values: Any, wanted: Any) -> tuple[Any]:
-        return (activation_bwd(dy, *values, kind),)
+        return (activation_bwd(dy, values[0], kind),)
 
     return keeping_inputs(functools.partial(activation_fwd, kind=kind), backward)
 

@@ -87,12 +87,14 @@ def qkv_cast_grad(
 
     def body(tensors: dict[str, jax.Array]) -> dict[str, jax.Array]:
         heads = {n: tensors[n][:, None] for n in ("queries", "keys", "values") if n in tensors}
-        options = {"interleaved": bool(interleaved)}
-        return local_call(_OP, name, tensors | heads, names, {"F": dtype}, **options)
+        return local_call(
+            _OP, name, tensors | heads, names, {"F": dtype}, interleaved=bool(interleaved)
+        )
 
     read = {"queries": "r q s", "keys": "r g s", "values": "r g s"}
     out = rowwise_by_name(name, given, read, {each: dims[each] for each in names}, body)
-    return QkvGradOutput(FP8Output(*map(out.get, FP8Output._fields)), out.get("dbias"))
+    output = FP8Output(*(out.get(each) for each in FP8Output._fields))
+    return QkvGradOutput(output, out.get("dbias"))
 
 
 def _scalars(function: str, scale: Any, amax: Any) -> dict[str, jax.Array]:

@@ -64,11 +64,11 @@ def _differentiable(activation: str | ClampedSwiglu, axis: int) -> Callable[...,
     options: dict[str, Any] = {"activation": activation, "axis": axis}
 
     def backward(dy: Any, values: Any, wanted: Any) -> tuple[Any, ...]:
-        made = _gradients(
-            gated_arrays("swiglu_bwd", activation, axis, *values, dy), any(wanted[2:])
-        )
+        x, up, bias, up_bias = values
+        given = gated_arrays("swiglu_bwd", activation, axis, x, up, bias, up_bias, dy)
+        made = _gradients(given, any(wanted[2:]))
         dbias, dup_bias = made.dbias, None
-        if dbias is not None and values[3] is not None:
+        if dbias is not None and up_bias is not None:
             dbias, dup_bias = jnp.split(dbias, 2)
         return made.input, made.up, dbias, dup_bias
 

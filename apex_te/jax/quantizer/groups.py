@@ -123,12 +123,12 @@ class Delayed(GroupQuantizer):
         return GroupScales(scale, amax=jnp.zeros(groups.num_groups, jnp.float32))
 
     def multiply(self, product: str, a: Any, b: Any, groups: Groups, dtype: Any) -> jax.Array:
-        made = grouped_gemm.scaled_multiply_groups(*a, *b, groups, self._fast[product])
-        return made.astype(dtype)
+        operands = *a, *b, groups, self._fast[product]
+        return grouped_gemm.scaled_multiply_groups(*operands).astype(dtype)
 
     def contract(self, x: Any, dy: Any, groups: Groups, dtype: Any, wide: bool) -> jax.Array:
-        fast, ends = self._fast["wgrad"], groups.column_ends
-        return grouped_gemm.scaled_contract_groups(*x, *dy, ends, fast, wide).astype(dtype)
+        operands = *x, *dy, groups.column_ends, self._fast["wgrad"], wide
+        return grouped_gemm.scaled_contract_groups(*operands).astype(dtype)
 
 
 class Current(Delayed):
@@ -165,10 +165,12 @@ class Block(GroupQuantizer):
         return _cast_of(cast(stack, dtype, groups=groups, **self._options, **copies))
 
     def multiply(self, product: str, a: Any, b: Any, groups: Groups, dtype: Any) -> jax.Array:
-        return grouped_gemm.block_multiply_groups(*a, *b, groups).astype(dtype)
+        operands = *a, *b, groups
+        return grouped_gemm.block_multiply_groups(*operands).astype(dtype)
 
     def contract(self, x: Any, dy: Any, groups: Groups, dtype: Any, wide: bool) -> jax.Array:
-        return grouped_gemm.block_contract_groups(*x, *dy, groups, wide).astype(dtype)
+        operands = *x, *dy, groups, wide
+        return grouped_gemm.block_contract_groups(*operands).astype(dtype)
 
 
 class MX(GroupQuantizer):
