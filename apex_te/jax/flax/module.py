@@ -336,10 +336,6 @@ class _Normed(TransformerEngineBase):
             raise ValueError(f"{name}: axis must be -1, got {layer.axis}")
         return x
 
-    def _norm(self, x: jax.Array) -> jax.Array:
-        """Normalises over the last dimension with the parameters ``scale`` and ``ln_bias``."""
-        return normalised(x, *self._norm_with_parameters(x))
-
     def _norm_with_parameters(self, x: jax.Array) -> tuple[Norm, jax.Array, jax.Array | None]:
         """Returns norm, scale, and bias, None for an RMS norm, in x's dtype or float32."""
         width = x.shape[-1]
@@ -390,7 +386,7 @@ class LayerNorm(_Normed):
         """Returns the normalised input."""
         x = self._input(x, "x")
         contracted_axes("LayerNorm", -1, x.shape)
-        return self._norm(x)
+        return normalised(x, *self._norm_with_parameters(x))
 
 
 class LayerNormDenseGeneral(_Normed):

@@ -89,10 +89,6 @@ class Alignment(NamedTuple):
         rows = -(-groups.rows // multiple) * multiple + groups.num_groups * multiple
         return cls(groups, multiple, ends - padded, ends, rows)
 
-    def as_groups(self) -> Groups:
-        """Returns the aligned groups as groups that follow one another."""
-        return groups_of(self.ends - self.begins, self.rows)
-
     def copies(self, x: jax.Array) -> jax.Array:
         """Returns the rows of ``x`` in their aligned places."""
         at = jnp.arange(self.rows, dtype=jnp.int32)

@@ -210,8 +210,8 @@ def _permutation(op: str, forward: Any, backward: Any) -> Any:
 
     def bwd(kept: Any, cotangents: Any) -> Any:
         (row_id_map, (with_inp, with_probs)), (grad, grad_probs, _) = kept, cotangents
-        grad, has_rows = _known(grad, is_wanted(with_inp))
-        grad_probs, _ = _known(grad_probs, is_wanted(with_probs))
+        grad = _known(grad, is_wanted(with_inp))
+        grad_probs, has_rows = _known(grad_probs, is_wanted(with_probs)), grad is not None
         if not has_rows and grad_probs is None:
             return None, None, None
         if not has_rows:  # alone, beside rows of no columns
@@ -223,11 +223,9 @@ def _permutation(op: str, forward: Any, backward: Any) -> Any:
     return run
 
 
-def _known(cotangent: Any, is_needed: bool) -> tuple[Any, bool]:
-    """Returns a cotangent, None where it is not needed or known to be zero, and if there is one."""
-    if not is_needed or cotangent is None or isinstance(cotangent, SymbolicZero):
-        return None, False
-    return cotangent, True
+def _known(cotangent: Any, is_needed: bool) -> Any:
+    """Returns a cotangent, None where it is not needed or known to be zero."""
+    return cotangent if is_needed and not isinstance(cotangent, SymbolicZero) else None
 
 
 def _rows_of(

@@ -80,7 +80,10 @@ def qkv_cast_grad(
     """
     name = "qkv_cast_grad"
     dtype = _checks.fp8_dtype_of(name, fp8_dtype, fnuz=True)
-    given = {**_heads(name, queries, keys, values), **_scalars(name, scale, amax)}
+    given = _heads(name, queries, keys, values)
+    given["scale"] = _checks.is_scalar(name, "scale", scale)
+    if amax is not None:
+        given["amax"] = _checks.is_scalar(name, "amax", amax)
     dims = {"rowwise": "r c", "columnwise": "c r", "scale_inv": "_", "amax": "^", "dbias": "+ c"}
     names = [*wanted(name, rowwise, columnwise), "scale_inv"]
     names += [*(() if amax is None else ("amax",)), *(("dbias",) if with_dbias else ())]
@@ -95,14 +98,6 @@ def qkv_cast_grad(
     out = rowwise_by_name(name, given, read, {each: dims[each] for each in names}, body)
     output = FP8Output(*(out.get(each) for each in FP8Output._fields))
     return QkvGradOutput(output, out.get("dbias"))
-
-
-def _scalars(function: str, scale: Any, amax: Any) -> dict[str, jax.Array]:
-    """Returns the scale, and the amax if there is one, by parameter."""
-    found = {"scale": _checks.is_scalar(function, "scale", scale)}
-    if amax is not None:
-        found["amax"] = _checks.is_scalar(function, "amax", amax)
-    return found
 
 
 def _heads(function: str, queries: Any, keys: Any, values: Any) -> dict[str, jax.Array]:

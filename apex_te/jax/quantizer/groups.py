@@ -221,7 +221,7 @@ class MX(GroupQuantizer):
 
     def contract(self, x: Any, dy: Any, groups: Groups, dtype: Any, wide: bool) -> jax.Array:
         aligned = Alignment.of(groups, self._block)
-        whole = aligned.as_groups()
+        whole = grouped_quantize.groups_of(aligned.ends - aligned.begins, aligned.rows)
         made = grouped_gemm.contract_groups(_decoded(*x), _decoded(*dy).T, whole, True)
         return made.astype(dtype)
 
