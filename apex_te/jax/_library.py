@@ -102,17 +102,11 @@ def gpu_capability() -> Capability | None:
     return _capability("cuda")
 
 
-def _op_library(op: str, platform: str) -> ctypes.CDLL:
-    """Returns an op's library for a platform, opened or built on the first call."""
+def _address(op: str, function: str, platform: str) -> tuple[int, bytes]:
+    """Returns the address of a C function, and its signature, which must be the header's."""
     library = _libraries.get((op, platform))
     if library is None:
         library = _libraries[op, platform] = _load(op, platform, "apex_te_abi", OP_ABI)
-    return library
-
-
-def _address(op: str, function: str, platform: str) -> tuple[int, bytes]:
-    """Returns the address of a C function, and its signature, which must be the header's."""
-    library = _op_library(op, platform)
     try:
         address = ctypes.cast(getattr(library, f"apex_te_{function}"), ctypes.c_void_p).value
         compiled = ctypes.c_char_p.in_dll(library, f"apex_te_{function}_signature").value
@@ -200,7 +194,10 @@ def load(
     else:
         chosen = {name: get_builder(name) for name in names}
     where = [platforms] if isinstance(platforms, str) else platforms
-    wanted = _present_platforms() if where is None else list(where)
+    if where is None:
+        has_gpu = any(device.platform in ("gpu", "cuda") for device in jax.devices())
+        where = ["cpu", *["cuda"] * has_gpu]
+    wanted = list(where)
     for platform in wanted:
         if platform not in PLATFORMS:
             raise ValueError(f'load: platforms must be "cpu" or "cuda", got {platform!r}')
@@ -211,12 +208,6 @@ def load(
             if platform in spec.devices and "->" not in spec.signature:
                 contract_of(builder.NAME, function)
                 bind(builder.NAME, function, platform)
-
-
-def _present_platforms() -> list[str]:
-    """Returns the platforms of JAX's devices, and the CPU."""
-    found = {"cuda" if device.platform == "gpu" else device.platform for device in jax.devices()}
-    return ["cpu", *sorted(found & {"cuda"})]
 
 
 def _build(pairs: Iterable[tuple[OpBuilder, str]]) -> None:

@@ -41,10 +41,7 @@ def vary_alike(operands: Sequence[Any]) -> list[Any]:
 
 
 def axis_of(owner: str, argument: str, name: Any) -> tuple[int, bool]:
-    """Returns the extent of an axis of the present mesh, and whether it is Manual.
-
-    Errors name ``owner`` and its ``argument``.
-    """
+    """Returns the extent of an axis of the present mesh, and whether it is Manual."""
     mesh = jax.sharding.get_abstract_mesh()
     if not isinstance(name, str):
         raise TypeError(
@@ -55,8 +52,13 @@ def axis_of(owner: str, argument: str, name: Any) -> tuple[int, bool]:
             f"{owner}: {argument} must be an axis of the mesh of jax.shard_map or jax.set_mesh,"
             f" whose axes are {list(mesh.axis_names)}, got {name!r}"
         )
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    return mesh.shape[name], kinds[name] is AxisType.Manual
+    return mesh.shape[name], name in _axes_of(mesh, AxisType.Manual)
+
+
+def _axes_of(mesh: Any, kind: AxisType) -> list[str]:
+    """Returns the names of a mesh's axes of one kind."""
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return [name for name, each in kinds if each is kind]
 
 
 def free_axes(names: Iterable[str | None], *extents: int) -> _Axes:
@@ -65,8 +67,7 @@ def free_axes(names: Iterable[str | None], *extents: int) -> _Axes:
     It is none of them unless their devices together divide the extents.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    free = {name for name, kind in kinds if kind is not AxisType.Manual}
+    free = {*mesh.axis_names} - {*_axes_of(mesh, AxisType.Manual)}
     found = tuple(name for name in names if name is not None and name in free)
     size = math.prod(mesh.shape[name] for name in found)
     return () if any(extent % size for extent in extents) else found
@@ -277,11 +278,8 @@ def _on_one_device(
 
 def _amax_axes(mesh: Any, args: Sequence[Any]) -> _Axes:
     """Returns the region's amax axes that are Manual and along which an operand varies."""
-    resource = active_mesh_resource()
-    names = resource.amax_axes
-    manual = {n for n, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-              if kind is AxisType.Manual}  # fmt: skip
-    axes = tuple(name for name in names if name in manual)
+    manual = _axes_of(mesh, AxisType.Manual)
+    axes = tuple(name for name in active_mesh_resource().amax_axes if name in manual)
     if not axes:
         return ()
     probe = jax.lax.pcast(jax.numpy.float32(0), axes, to="varying")
@@ -320,8 +318,7 @@ def shared(
     def _explicit(args: Sequence[Any], mesh: Any) -> tuple[Any, ...]:
         whole = _on_one_device(rule, body, None, [()] * len(rule.results))
         shapes = _result_shapes(whole, args)
-        typed = zip(mesh.axis_names, mesh.axis_types, strict=True)
-        own = frozenset(name for name, kind in typed if kind is AxisType.Explicit)
+        own = frozenset(_axes_of(mesh, AxisType.Explicit))
         split = _Split(rule, mesh, [jax.typeof(x) for x in args], own)
         specs = tuple(split.spec(t, x.ndim) for t, x in zip(rule.operands, args, strict=True))
         out = tuple(split.spec(t, len(s.shape)) for t, s in zip(rule.results, shapes, strict=True))

@@ -26,6 +26,8 @@ MASK_TYPES = {
 BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias")
 SOFTMAX_TYPES = ("vanilla", "off_by_one", "learnable")
 IMPLEMENTATIONS = (None, "xla", "cudnn")
+# Whether a mask is causal, and a query's window.
+_Kind = tuple[bool, tuple[int, int] | None]
 # Finite, so that a row without visible keys has no NaN in its gradient.
 _HIDDEN = -0.7 * float(jnp.finfo(jnp.float32).max)
 
@@ -77,7 +79,7 @@ def dot_product_attention(
     """
     shape = checked_shapes(query, key, value)
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
-    is_causal, window = checked_kind(attn_mask_type, window_size)
+    kind = checked_kind(attn_mask_type, window_size)
     mask = _checked_mask(attn_mask_type, mask, shape)
     if not 0.0 <= dropout_rate < 1.0:
         raise ValueError(
@@ -94,9 +96,7 @@ def dot_product_attention(
     if bias is not None and attn_bias_type == "pre_scale_bias":
         bias = bias * scale
     is_static = isinstance(query_start, int)
-    fused = functools.partial(
-        _fused, scale=scale, is_causal=is_causal, window=window, query_start=query_start
-    )
+    fused = functools.partial(_fused, scale=scale, kind=kind, query_start=query_start)
     if implementation == "cudnn" or (
         implementation is None
         and is_static
@@ -111,7 +111,7 @@ def dot_product_attention(
                 ' than "vanilla" or a query_start that is an array, got "cudnn"'
             )
         return fused(query, key, value, mask, bias)
-    visible = _visible(mask, is_causal, window, shape[2], shape[3], query_start)
+    visible = _visible(mask, kind, shape[2], shape[3], query_start)
     if float32_logits:
         query, key = query.astype(jnp.float32), key.astype(jnp.float32)
     return _plain(query, key, value, visible, bias, scale, dropout_rate, dropout_key, sink)
@@ -131,8 +131,7 @@ def _checked_sink(softmax_type: str, offset: Any, heads: int) -> jax.Array | flo
         )
     if offset is None:
         return 0.0 if kind == "off_by_one" else None
-    found = _checks.has_dtype(_NAME, "softmax_offset", offset, ["float32"])
-    return _checks.has_shape(_NAME, "softmax_offset", found, (1, heads, 1, 1))
+    return _checks.has_dtype(_NAME, "softmax_offset", offset, ["float32"], (1, heads, 1, 1))
 
 
 def checked_shapes(query: Any, key: Any, value: Any) -> tuple[int, int, int, int]:
@@ -152,11 +151,11 @@ def checked_shapes(query: Any, key: Any, value: Any) -> tuple[int, int, int, int
     return b, h, sq, sk
 
 
-def checked_kind(mask_type: str, window_size: Any) -> tuple[bool, tuple[int, int] | None]:
+def checked_kind(mask_type: str, window_size: Any, owner: str = _NAME) -> _Kind:
     """Returns whether a mask type is causal, and the window, (-1, 0) or narrower if it is."""
     if mask_type not in MASK_TYPES:
         raise ValueError(
-            f"{_NAME}: attn_mask_type must be one of {', '.join(MASK_TYPES)}, got {mask_type!r}"
+            f"{owner}: attn_mask_type must be one of {', '.join(MASK_TYPES)}, got {mask_type!r}"
         )
     if window_size is None:
         return MASK_TYPES[mask_type][0], None
@@ -209,15 +208,11 @@ def _broadcasts(name: str, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _visible(
-    mask: jax.Array | None,
-    is_causal: bool,
-    window: tuple[int, int] | None,
-    sq: int,
-    sk: int,
-    query_start: int | jax.Array,
+    mask: jax.Array | None, kind: _Kind, sq: int, sk: int, query_start: int | jax.Array
 ) -> jax.Array | None:
     """Returns which scores count, bool, broadcast to [b, h, sq, sk]; None: all."""
     found = None if mask is None else ~mask
+    is_causal, window = kind
     if not is_causal and window is None:
         return found
     distance = (query_start + jnp.arange(sq))[:, None] - jnp.arange(sk)
@@ -281,15 +276,15 @@ def _fused(
     bias: jax.Array | None,
     *,
     scale: float,
-    is_causal: bool,
-    window: tuple[int, int] | None,
+    kind: _Kind,
     query_start: int,
 ) -> jax.Array:
     """Attends by cuDNN's fused kernels, which hide scores by a finite bias."""
     sq, sk = query.shape[1], key.shape[1]
+    is_causal, window = kind
     if query_start and (is_causal or window is not None):
         # cuDNN's causal masks and windows begin at the first key.
-        visible = _visible(mask, is_causal, window, sq, sk, query_start)
+        visible = _visible(mask, kind, sq, sk, query_start)
         assert visible is not None
         mask, is_causal, window = ~visible, False, None
     local = None
@@ -301,7 +296,7 @@ def _fused(
         query, key, value, None if bias is None else bias.astype(query.dtype), shown, scale=scale,
         is_causal=is_causal, local_window_size=local, implementation="cudnn",
     )  # fmt: skip
-    visible = _visible(mask, is_causal, window, sq, sk, 0)
+    visible = _visible(mask, (is_causal, window), sq, sk, 0)
     if mask is None and not (window is not None and sq > sk):
         return out
     assert visible is not None

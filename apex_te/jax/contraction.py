@@ -95,12 +95,7 @@ def dot_general(
     dimension_numbers: Any,
     state: Mapping[str, jax.Array] | None = None,
 ) -> jax.Array:
-    """Computes ``jax.lax.dot_general`` of two arrays, in FP8 as ``einsum`` does.
-
-    Args:
-        x, kernel, state: as in ``einsum``.
-        dimension_numbers: as in ``jax.lax.dot_general``.
-    """
+    """Computes ``jax.lax.dot_general`` of two arrays, in FP8 and with state as ``einsum`` does."""
     (left, right), (left_batch, right_batch) = dimension_numbers
     rows = [i for i in range(x.ndim) if i not in (*left, *left_batch)]
     columns = [i for i in range(kernel.ndim) if i not in (*right, *right_batch)]

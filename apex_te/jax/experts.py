@@ -15,7 +15,7 @@ from ..runtime.op_options import ClampedSwiglu, gate_arguments
 from ._partition import axis_of, constrained, free_axes
 from .first_step import FIRST_DUE
 from .grouped_mlp import Experts, run_experts
-from .ops._checks import FLOATS
+from .ops import _checks
 from .ops.moe_router import RouterOptions, route
 from .region import active_mesh_resource
 
@@ -138,10 +138,7 @@ def moe(
 
 def _check(x: jax.Array, gate_kernel: jax.Array, experts: Experts, parts: int) -> None:
     """Checks dtypes and shapes of tokens and parameters; ``parts`` of them hold all experts."""
-    if x.dtype.name not in FLOATS:
-        raise TypeError(
-            f"{_NAME}: x must have dtype float32, float16 or bfloat16, got {x.dtype.name}"
-        )
+    _checks.has_dtype(_NAME, "x", x, _checks.FLOATS)
     hidden = x.shape[-1] if x.ndim else 0
     if gate_kernel.ndim != 2 or gate_kernel.shape[0] != hidden or x.ndim < 1:
         raise ValueError(
@@ -153,10 +150,7 @@ def _check(x: jax.Array, gate_kernel: jax.Array, experts: Experts, parts: int) -
     for (name, value), shape in zip(experts._asdict().items(), shapes, strict=True):
         if value is None:
             continue
-        if value.shape != shape:
-            raise ValueError(
-                f"{_NAME}: {name} must have shape {list(shape)}, got {list(value.shape)}"
-            )
+        _checks.has_shape(_NAME, name, value, shape)
         if value.dtype != x.dtype:
             raise TypeError(f"{_NAME}: {name} must have x's dtype {x.dtype}, got {value.dtype}")
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import jax
 
 from ..recipe import Recipe
-from . import fp8_state
-from ._partition import Kind, gradient_like
-from .fused_casts import ActivationBackward, ActivationForward, Norm, NormForward
-from .ops._gradient import flag, is_wanted, materialised
+from .fused_casts import ActivationBackward, ActivationForward, Norm
+from .fused_layer import FusedLayer, differentiable
+from .ops._gradient import materialised
 from .ops.swiglu import ClampedSwiglu
-from .product import Product, columns_of, rows_of
 from .region import active_recipe
 
 
@@ -27,17 +25,16 @@ def gated_mlp(
 ) -> jax.Array:
     """Computes (act(gate) * up) @ wo + wo_bias, with gate and up of norm(x) @ wi + wi_bias.
 
-    Differentiable. The ops of the norm, of the activation and of its backward write their results
-    in FP8: recipes with one scale per tensor quantize float32 values, recipes with blocks quantize
-    values rounded to x's dtype. The gradient with respect to ``state`` is the state after the step.
-    Must be called inside of a region, and ``can_fuse_activation(state)`` must be True.
+    Differentiable. Recipes with one scale per tensor quantize float32 values of the norm and of
+    the activation, recipes with blocks values rounded to x's dtype. The gradient with respect to
+    ``state``, of two GEMMs, is the state after the step. Must be called inside of a region, and
+    ``can_fuse_activation(state)`` must be True.
 
     Args:
         x: [..., in] with two dimensions or more.
         parameters: scale [in] and bias [in] of the norm, in x's dtype or float32; wi [in, 2, F]
             with the gate first, its bias [2, F], wo [F, out] and its bias [out] in x's dtype.
             All but wi and wo may be None.
-        state: FP8 state of both layers, two GEMMs; empty for a recipe without state.
     """
     recipe = active_recipe()
     assert recipe is not None
@@ -46,84 +43,60 @@ def gated_mlp(
     return _layer(recipe, activation, norm)(x, *parameters, whole, whole)
 
 
-class _Wanted(NamedTuple):
-    """Gradients that are wanted, as residuals of ``flag``."""
+class _Layer(FusedLayer):
+    """Both dense layers, for a recipe, an activation and a norm.
 
-    x: Any
-    scale: Any
-    ln_bias: Any
-    wi: Any
-    wi_bias: Any
-    wo: Any
-    wo_bias: Any
-
-    @property
-    def in_front(self) -> bool:
-        """Returns True if a gradient before the first GEMM is wanted."""
-        return any(map(is_wanted, (self.x, self.scale, self.ln_bias)))
-
-    @property
-    def through(self) -> bool:
-        """Returns True if a gradient before the activation is wanted."""
-        return self.in_front or is_wanted(self.wi) or is_wanted(self.wi_bias)
-
-
-class _Steps:
-    """Forward and backward of both dense layers, for a recipe, an activation and a norm."""
+    The primals are x, scale and bias of the norm, wi, wi_bias, wo and wo_bias.
+    """
 
     def __init__(self, recipe: Recipe, activation: str | ClampedSwiglu, norm: Norm | None) -> None:
-        self.products = Product(recipe, 0), Product(recipe, 1)
+        super().__init__(recipe, norm, 2)
         self._activation = activation
-        self._norm = norm
 
-    def forward(self, primals: Any, first: Any, second: Any, wanted: _Wanted) -> Any:
-        """Returns the output, the activation's input, the norm's statistics, and the four casts."""
-        x, scale, ln_bias, wi, wi_bias, wo, wo_bias = primals
-        normed = None if self._norm is None else NormForward(self._norm, x, scale, ln_bias)
-        h, qx, qwi = self.products[0].forward(
-            x if normed is None else normed, wi, wi_bias, first,
-            for_dx=wanted.in_front, for_dkernel=is_wanted(wanted.wi),
-        )  # fmt: skip
-        y, qa, qwo = self.products[1].forward(
-            ActivationForward(self._activation, h), wo, wo_bias, second,
-            for_dx=wanted.through, for_dkernel=is_wanted(wanted.wo),
-        )  # fmt: skip
-        return y, h, None if normed is None else normed.statistics, (qx, qwi, qa, qwo)
+    def forward(self, primals: Any, parts: Any, wanted: Sequence[bool]) -> tuple[Any, Any, Any]:
+        """Returns the output, what backward keeps, and casts; see ``FusedLayer.forward``."""
+        *_, wi, wi_bias, wo, wo_bias = primals
+        in_front, through = any(wanted[:3]), any(wanted[:5])
+        normed = self._normed(*primals[:3])
+        h, *first = self.products[0].forward(
+            normed, wi, wi_bias, parts[0], for_dx=in_front, for_dkernel=wanted[3]
+        )
+        gated = ActivationForward(self._activation, h)
+        y, *second = self.products[1].forward(
+            gated, wo, wo_bias, parts[1], for_dx=through, for_dkernel=wanted[5]
+        )
+        kept = self._kept(primals, normed, wanted), h if through else None
+        return y, kept, [first, second]
 
     def backward(
-        self, dy: Any, normed: Any, h: Any, copies: Any, first: Any, second: Any, wanted: _Wanted
-    ) -> tuple[list[Any], Any, Any]:
-        """Returns the gradients of the primals, None for those not wanted, and both states."""
-        x_columns, a_columns, wi_rows, wo_rows = copies
-        dx = dwi = dwi_bias = dwo = None
-        of_norm: list[Any] = [None, None]
-        one, two = self.products
+        self, gradients: Any, kept: Any, copies: Any, parts: list[Any], kinds: Any,
+        wanted: Sequence[bool],
+    ) -> list[Any]:  # fmt: skip
+        """Returns the gradients of the primals; see ``FusedLayer.backward``."""
+        (one, two), ((x, wi), (a, wo)) = self.products, copies
+        dy, (normed, h) = materialised(gradients), kept
+        before = [None, None, None]
+        dwi = dwi_bias = dwo = None
+        in_front, through, with_dwi, with_dwi_bias = any(wanted[:3]), any(wanted[:5]), *wanted[3:5]
         rows, dtype = dy.ndim - 1, dy.dtype
-        with_dwo, with_dwi = is_wanted(wanted.wo), is_wanted(wanted.wi)
-        qdy, second = two.cast_gradient(
-            dy, 1, second, for_dx=wanted.through, for_dkernel=with_dwo,
-            with_dbias=is_wanted(wanted.wo_bias),
-        )  # fmt: skip
-        if with_dwo:
-            dwo = two.kernel_gradient(a_columns, qdy, rows, dtype)
-        if wanted.through:
-            da = two.input_gradient(qdy, wo_rows, 1, dtype)
-            with_dwi_bias = is_wanted(wanted.wi_bias)
+        qdy, parts[1] = two.cast_gradient(
+            dy, 1, parts[1], for_dx=through, for_dkernel=wanted[5], with_dbias=wanted[6]
+        )
+        if wanted[5]:
+            dwo = two.kernel_gradient(a, qdy, rows, dtype)
+        if through:
+            da = two.input_gradient(qdy, wo, 1, dtype)
             dh = ActivationBackward(self._activation, da, h, with_dwi_bias)
-            qdh, first = one.cast_gradient(
-                dh, 2, first, for_dx=wanted.in_front, for_dkernel=with_dwi,
-                with_dbias=with_dwi_bias,
-            )  # fmt: skip
+            qdh, parts[0] = one.cast_gradient(
+                dh, 2, parts[0], for_dx=in_front, for_dkernel=with_dwi, with_dbias=with_dwi_bias
+            )
             dwi_bias = qdh.dbias
-            if wanted.in_front:
-                dx = one.input_gradient(qdh, wi_rows, 2, dtype)
-                if self._norm is not None:
-                    needs = is_wanted(wanted.scale), is_wanted(wanted.ln_bias)
-                    dx, *of_norm = self._norm.gradients(dx, normed, *needs)
-                    dx = dx if is_wanted(wanted.x) else None
+            if in_front:
+                dx = one.input_gradient(qdh, wi, 2, dtype)
+                before = self._norm_gradients(dx, normed, wanted)
             if with_dwi:
-                dwi = one.kernel_gradient(x_columns, qdh, rows, dtype)
-        return [dx, *of_norm, dwi, dwi_bias, dwo, qdy.dbias], first, second
+                dwi = one.kernel_gradient(x, qdh, rows, dtype)
+        return [*before, dwi, dwi_bias, dwo, qdy.dbias]
 
 
 @functools.lru_cache(maxsize=64)
@@ -131,43 +104,4 @@ def _layer(
     recipe: Recipe, activation: str | ClampedSwiglu, norm: Norm | None
 ) -> Callable[..., Any]:
     """Returns the differentiable layer of a recipe, an activation and a norm."""
-    steps = _Steps(recipe, activation, norm)
-    one, two = steps.products
-
-    @jax.custom_vjp
-    def layer(*args: Any) -> Any:
-        *primals, first_state, second_state = args
-        first, second = one.entered(first_state), two.entered(second_state)
-        nothing = _Wanted(*(None for _ in primals))
-        return steps.forward(primals, first, second, nothing)[0]
-
-    def fwd(*args: Any) -> Any:
-        *given, first_state, second_state = args
-        primals = [None if p is None else p.value for p in given]
-        wanted = _Wanted(*map(flag, given))
-        before = [
-            fp8_state.differentiated(state, given[1:]) for state in (first_state, second_state)
-        ]
-        first, second = one.entered(before[0]), two.entered(before[1])
-        y, h, statistics, (qx, qwi, qa, qwo) = steps.forward(primals, first, second, wanted)
-        moved = one.with_forward_amaxes(first, qx, qwi), two.with_forward_amaxes(second, qa, qwo)
-        kinds = [None if p is None else Kind(jax.typeof(p)) for p in primals]
-        copies = columns_of(qx), columns_of(qa), rows_of(qwi), rows_of(qwo)
-        normed = None if norm is None or not wanted.in_front else (*primals[:3], statistics)
-        return y, (wanted, kinds, normed, h if wanted.through else None, copies, moved, before)
-
-    def bwd(kept: Any, dy: Any) -> Any:
-        wanted, kinds, normed, h, copies, (first, second), before = kept
-        made, *after = steps.backward(materialised(dy), normed, h, copies, first, second, wanted)
-        gradients = [
-            gradient_like(kind, None if each is None else each.astype(kind.aval.dtype))
-            for kind, each in zip(kinds, made, strict=True)
-        ]
-        states = (
-            product.state_gradient(part, like)
-            for product, part, like in zip(steps.products, after, before, strict=True)
-        )
-        return (*gradients, *states)
-
-    layer.defvjp(fwd, bwd, symbolic_zeros=True)
-    return layer
+    return differentiable(_Layer(recipe, activation, norm))

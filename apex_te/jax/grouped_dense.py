@@ -11,10 +11,10 @@ import jax.numpy as jnp
 
 from ..recipe import Recipe
 from . import fp8_state
-from ._partition import Kind, gradient_like
+from ._partition import gradient_like
 from .grouped_layer import GroupLayer, linear
 from .ops import grouped_quantize
-from .ops._gradient import flag, is_wanted, materialised
+from .ops._gradient import flag, is_wanted, kinds_of, materialised, values_of
 from .ops.grouped_cast import Gather
 from .ops.grouped_quantize import Groups
 from .quantize import QuantizerSet, entered, refuse
@@ -116,13 +116,12 @@ def _fp8_layer(recipe: Recipe) -> Callable[..., jax.Array]:
 
     def fwd(x: Any, kernel: Any, bias: Any, groups: Any, state: Any) -> Any:
         wanted = flag(x), flag(kernel), flag(bias)
-        primals = [None if p is None else p.value for p in (x, kernel, bias)]
+        primals = values_of((x, kernel, bias))
         groups = jax.tree.map(lambda p: p.value, groups, is_leaf=lambda p: hasattr(p, "perturbed"))
         before = fp8_state.differentiated(state, (kernel, bias))
         keep = is_wanted(wanted[0]), is_wanted(wanted[1])
         y, kept, after = forward(primals, before, groups, keep)
-        kinds = [None if p is None else Kind(jax.typeof(p)) for p in primals]
-        return y, (wanted, kinds, kept, groups, after, before)
+        return y, (wanted, kinds_of(primals), kept, groups, after, before)
 
     def bwd(residuals: Any, dy: Any) -> Any:
         wanted, kinds, (qx, qkernel), groups, state, before = residuals

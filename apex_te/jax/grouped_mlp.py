@@ -12,10 +12,9 @@ import jax.numpy as jnp
 from ..recipe import Recipe
 from ..runtime.op_options import ClampedSwiglu
 from . import fp8_state
-from ._partition import Kind, gradient_like
 from .grouped_layer import GroupLayer, linear
 from .ops import grouped_quantize, moe_permute
-from .ops._gradient import flag, is_wanted, materialised
+from .ops._gradient import flag, gradients_like, is_wanted, kinds_of, materialised, values_of
 from .ops.grouped_cast import Gated, GatedGradient, Gather
 from .ops.grouped_quantize import Groups
 from .ops.swiglu import swiglu
@@ -77,21 +76,6 @@ def run_experts(
     return out + sums.astype(x.dtype)
 
 
-class _Wanted(NamedTuple):
-    """Gradients that are wanted, as residuals of ``flag``."""
-
-    x: Any
-    probs: Any
-    wi: Any
-    wi_bias: Any
-    wo: Any
-
-    @property
-    def through(self) -> bool:
-        """Returns True if a gradient before the activation is wanted."""
-        return any(map(is_wanted, self[:4]))
-
-
 @functools.lru_cache(maxsize=64)
 def _fp8_experts(recipe: Recipe, activation: str | ClampedSwiglu) -> Callable[..., jax.Array]:
     """Returns the differentiable experts of a recipe: x is gathered and gated where it is cast."""
@@ -109,31 +93,33 @@ def _fp8_experts(recipe: Recipe, activation: str | ClampedSwiglu) -> Callable[..
         )
         return one, two
 
-    def forward(primals: Any, both: Any, ids: Any, groups: Groups, wanted: _Wanted) -> Any:
+    def forward(primals: Any, both: Any, ids: Any, groups: Groups, wanted: Any) -> Any:
         """Returns the output, and what backward needs."""
         x, probs, wi, wi_bias, wo = primals
+        with_x, _, with_wi, _, with_wo = wanted
         one, two = both
         row_of, factor = moe_permute.tokens_of_rows(ids, groups.rows, probs)
-        qx = one.cast(Gather(x, row_of), "input", rowwise=True, columnwise=is_wanted(wanted.wi))
-        qwi = one.cast(wi, "weight", rowwise=is_wanted(wanted.x), columnwise=True)
+        qx = one.cast(Gather(x, row_of), "input", rowwise=True, columnwise=with_wi)
+        qwi = one.cast(wi, "weight", rowwise=with_x, columnwise=True)
         h = one.multiply("fprop", qx.rowwise, qwi.columnwise, x.dtype)
         gated = Gated(h, factor, activation, wi_bias)
-        qa = two.cast(gated, "input", rowwise=True, columnwise=is_wanted(wanted.wo))
-        qwo = two.cast(wo, "weight", rowwise=wanted.through, columnwise=True)
+        qa = two.cast(gated, "input", rowwise=True, columnwise=with_wo)
+        qwo = two.cast(wo, "weight", rowwise=any(wanted[:4]), columnwise=True)
         y = two.multiply("fprop", qa.rowwise, qwo.columnwise, x.dtype)
         kept = row_of, factor, h, qx.columnwise, qa.columnwise, qwi.rowwise, qwo.rowwise
         return moe_permute.unpermute(y, ids), kept
 
-    def backward(dy: Any, both: Any, kept: Any, wi_bias: Any, ids: Any, wanted: _Wanted) -> Any:
+    def backward(dy: Any, both: Any, kept: Any, wi_bias: Any, ids: Any, wanted: Any) -> Any:
         """Returns the gradients of the primals, None for those not wanted."""
         one, two = both
         row_of, factor, h, qx, qa, qwi, qwo = kept
         dx = dprobs = dwi = dwi_bias = dwo = None
-        with_x, with_probs, with_wi, with_bias, with_wo = map(is_wanted, wanted)
-        qdy = two.cast(Gather(dy, row_of), "grad", rowwise=wanted.through, columnwise=with_wo)
+        with_x, with_probs, with_wi, with_bias, with_wo = wanted
+        through = any(wanted[:4])
+        qdy = two.cast(Gather(dy, row_of), "grad", rowwise=through, columnwise=with_wo)
         if with_wo:
             dwo = two.contract(qa, qdy.columnwise, dy.dtype)
-        if wanted.through:
+        if through:
             da = two.multiply("dgrad", qdy.rowwise, qwo, dy.dtype)
             dh = one.cast(
                 GatedGradient(da, h, factor, activation, wi_bias), "grad",
@@ -155,34 +141,27 @@ def _fp8_experts(recipe: Recipe, activation: str | ClampedSwiglu) -> Callable[..
     def run(*args: Any) -> Any:
         *primals, first, second, ids, groups = args
         both = layers((first, second), groups)
-        return forward(primals, both, ids, groups, _Wanted(*(None for _ in primals)))[0]
+        return forward(primals, both, ids, groups, [False] * len(primals))[0]
 
     def fwd(*args: Any) -> Any:
         *given, first, second, ids, groups = args
-        primals = [None if p is None else p.value for p in given]
-        wanted = _Wanted(*map(flag, given))
+        primals, wanted = values_of(given), [flag(p) for p in given]
         states = [fp8_state.differentiated(each, given[2:]) for each in (first, second)]
         ids = ids.value
         groups = jax.tree.map(lambda p: p.value, groups, is_leaf=lambda p: hasattr(p, "perturbed"))
         both = layers(states, groups)
-        y, kept = forward(primals, both, ids, groups, wanted)
-        kinds = [None if p is None else Kind(jax.typeof(p)) for p in primals]
+        y, kept = forward(primals, both, ids, groups, [*map(is_wanted, wanted)])
+        kinds = kinds_of(primals)
         after = [each.state for each in both]
         return y, (wanted, kinds, kept, primals[3], ids, groups, after, states)
 
     def bwd(residuals: Any, dy: Any) -> Any:
         wanted, kinds, kept, wi_bias, ids, groups, states, before = residuals
         both = [GroupLayer("moe", recipe, state, groups) for state in states]
-        made = backward(materialised(dy), both, kept, wi_bias, ids, wanted)
-        gradients = [
-            gradient_like(kind, None if each is None else each.astype(kind.aval.dtype))
-            for kind, each in zip(kinds, made, strict=True)
-        ]
-        after = [
-            fp8_state.whole_cotangent(layer.state, like)
-            for layer, like in zip(both, before, strict=True)
-        ]
-        return (*gradients, *after, None, None)
+        dy, wanted = materialised(dy), [*map(is_wanted, wanted)]
+        made = gradients_like(kinds, backward(dy, both, kept, wi_bias, ids, wanted))
+        after = map(fp8_state.whole_cotangent, (layer.state for layer in both), before)
+        return (*made, *after, None, None)
 
     run.defvjp(fwd, bwd, symbolic_zeros=True)
     return run

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from .fused_casts import FusedCast
 from .joined_columns import JoinedColumns
 from .ops._contract import local_call
-from .ops._rows import rowwise as over_rows
+from .ops._rows import rowwise_by_name
 from .ops.fp8_output import FP8Output, wanted
 
 _FUNCTION = "qkv_cast_grad"
@@ -56,8 +56,7 @@ class HeadGradients(FusedCast):
         names = [*wanted(_FUNCTION, rowwise, columnwise, amax), "scale_inv"]
         names += [*(() if amax is None else ("amax",)), *(("dbias",) if with_dbias else ())]
 
-        def body(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-            tensors = dict(zip(given, arrays, strict=True))
+        def body(tensors: dict[str, jax.Array]) -> dict[str, jax.Array]:
             rows, *groups, size = tensors["keys"].shape
             # One group of heads in each part, its queries before its key and its value.
             for name in heads:
@@ -71,14 +70,11 @@ class HeadGradients(FusedCast):
                 "rowwise": (rows, *first, -1), "columnwise": (*first, -1, rows),
                 "dbias": (*first, -1),
             }  # fmt: skip
-            return tuple(made[n].reshape(shapes[n]) if n in shapes else made[n] for n in names)
+            return {n: made[n].reshape(shapes[n]) if n in shapes else made[n] for n in names}
 
-        read = [f"{name}: {terms[name]}" for name in heads] + [
-            f"{n}: _" for n in (*given,)[len(heads) :]
-        ]
-        rule = f"{', '.join(read)} -> {', '.join(f'{n}: {dims[n]}' for n in names)}"
-        run = over_rows(_FUNCTION, rule, body, split=split, ranks={"r": lead})
-        made = dict(zip(names, run(*given.values()), strict=True))
+        written = {name: dims[name] for name in names}
+        options: dict[str, Any] = {"split": split, "ranks": {"r": lead}}
+        made = rowwise_by_name(_FUNCTION, given, terms, written, body, **options)
         return FP8Output(*(made.get(n) for n in FP8Output._fields)), made.get("dbias")
 
     def _operands(self, lead: int) -> tuple[dict[str, jax.Array], dict[str, str], str, str]:

@@ -24,9 +24,8 @@ class JoinedColumns(NamedTuple):
 
     Attributes:
         widths: numbers of columns of the kernels.
-        parts: number of equal parts of the columns, each with a share of every kernel: the joined
-            kernel is [in, columns] for 1, else [in, parts, columns of a part]. None for kernels of
-            equal width that are stacked, [in, kernels, width].
+        parts: number of parts, 1 for kernels side by side; None for those in a dimension of their
+            own.
     """
 
     widths: tuple[int, ...]

@@ -28,9 +28,6 @@ def rotary_pos_emb(
         group_method: "consecutive" for pairs (2 i, 2 i + 1), "alternate" for (i, i + d / 2).
         start: position of the first token.
         positions: [s], positions of all tokens, instead of ``start``.
-
-    Raises:
-        ValueError: ``group_method`` is unknown, ``x`` does not have 4 dimensions, or d is odd.
     """
     if group_method not in GROUP_METHODS:
         raise ValueError(

@@ -35,12 +35,12 @@ def unstack_layers(variables: Mapping[str, Any], stack: str, layers: str | None 
     """
     path, name = _place("unstack_layers", stack, layers)
     found = dict(variables)
-    have = [key for key in variables if _node(variables[key], path) is not None]
+    have = [key for key in variables if node_at(variables[key], path) is not None]
     if not have:
         raise KeyError(f"unstack_layers: stack must be a module of the variables, got {stack!r}")
     counts: dict[str, int] = {}
     for key in have:
-        node = unbox(_node(variables[key], path))
+        node = unbox(node_at(variables[key], path))
         for each, leaf in jax.tree_util.tree_leaves_with_path(node):
             counts[f"{key}/{stack}{jax.tree_util.keystr(each)}"] = _count(key, stack, leaf)
     number = max(counts.values(), default=0)
@@ -51,7 +51,7 @@ def unstack_layers(variables: Mapping[str, Any], stack: str, layers: str | None 
                 f" others have, got {count}"
             )
     for key in have:
-        node = _node(variables[key], path)
+        node = node_at(variables[key], path)
         apart = {name.format(i): _layer(node, i) for i in range(number)}
         found[key] = _exchanged("unstack_layers", variables[key], path, [path[-1]], apart)
     return like_mapping(variables, found)
@@ -90,7 +90,7 @@ def stack_layers(
     path, name = _place("stack_layers", stack, layers)
     found, number = dict(variables), 0
     for key, collection in variables.items():
-        parent = _node(collection, path[:-1])
+        parent = node_at(collection, path[:-1])
         names: list[str] = []
         while parent is not None and name.format(len(names)) in parent:
             names.append(name.format(len(names)))
@@ -124,7 +124,7 @@ def _place(owner: str, stack: str, layers: str | None) -> tuple[tuple[str, ...],
     return path, name
 
 
-def _node(tree: Any, path: Sequence[str]) -> Any:
+def node_at(tree: Any, path: Sequence[str]) -> Any:
     """Returns the node of a tree at a path; None where there is none."""
     for name in path:
         if not isinstance(tree, Mapping) or name not in tree:

@@ -19,6 +19,7 @@ from .boxes import rebox, unbox
 from .first_step import FIRST_DUE, SLOTS
 from .fp8_state import FP8_COLLECTION_NAME, TENSORS, is_state, like_mapping
 from .region import get_delayed_scaling
+from .stacked_layers import node_at
 from .torch_names import Leaf, parts
 
 __all__ = ["from_torch", "to_torch"]
@@ -67,9 +68,7 @@ def to_torch(variables: Mapping[str, Any], prefix: str = "") -> dict[str, np.nda
     found: dict[str, np.ndarray] = {}
     plain = unbox(variables["params"])
     for part in parts(plain, prefix):
-        node = _at(plain, part.path)
-        state = _at(variables.get(FP8_COLLECTION_NAME, {}), part.path)
-        _check_one_layer("to_torch", node, state)
+        node, state = _nodes("to_torch", plain, variables, part.path)
         for leaf in part.leaves:
             for key, array in _split(leaf, np.asarray(node[leaf.name])):
                 found[part.prefix + key] = array
@@ -80,28 +79,26 @@ def to_torch(variables: Mapping[str, Any], prefix: str = "") -> dict[str, np.nda
     return found
 
 
-def _check_one_layer(owner: str, node: Mapping[str, Any], state: Any) -> None:
-    """Checks that a module's parameters and state are of one layer, as far as shapes tell."""
+def _nodes(owner: str, params: Any, variables: Any, path: tuple[str, ...]) -> tuple[Any, Any]:
+    """Returns a module's parameters and state, empty where there are none, after checks that they
+    are of one layer, as far as shapes tell.
+    """
+    node = node_at(params, path) or {}
+    state = node_at(variables.get(FP8_COLLECTION_NAME, {}), path) or {}
     if is_state(state) and jnp.ndim(state["scale_fwd"]) != 1:
         raise ValueError(
             f"{owner}: scale_fwd must have 1 dimension {_APART}, got"
             f" {list(jnp.shape(state['scale_fwd']))}"
         )
     if "kernel" not in node or "bias" not in node:
-        return
+        return node, state
     kernel, bias = jnp.shape(node["kernel"]), jnp.shape(node["bias"])
     if len(bias) >= len(kernel) or kernel[len(kernel) - len(bias) :] != bias:
         raise ValueError(
             f"{owner}: bias must have the kernel's last dimensions {_APART}, got {list(bias)} with"
             f" a kernel {list(kernel)}"
         )
-
-
-def _at(tree: Mapping[str, Any], path: tuple[str, ...]) -> Any:
-    """Returns the node of a tree at ``path``; an empty one where there is none."""
-    for name in path:
-        tree = tree.get(name, {})
-    return tree
+    return node, state
 
 
 def _split(leaf: Leaf, array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
@@ -158,9 +155,7 @@ def from_torch(
     states: dict[tuple[str, ...], Any] = {}
     plain = unbox(variables["params"])
     for part in parts(plain, prefix):
-        node = _at(plain, part.path)
-        state = _at(variables.get(FP8_COLLECTION_NAME, {}), part.path)
-        _check_one_layer("from_torch", node, state)
+        node, state = _nodes("from_torch", plain, variables, part.path)
         for leaf in part.leaves:
             _check_separate(state_dict, part.prefix, leaf.keys[0])
             like = node[leaf.name]

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from ..attention import MASK_TYPES, dot_product_attention
+from ..attention import MASK_TYPES, checked_kind, dot_product_attention
 from ..context_parallel import context_parallel_attention, token_positions
 from ..joined_columns import joined_columns
 from ..layernorm_dense import norm_dense
@@ -326,9 +326,7 @@ class MultiHeadAttention(TransformerEngineBase):
             inputs_kv: None or ``inputs_q`` itself for self attention, another array of its dtype
                 for cross attention. Inside of ``jax.jit`` or ``jax.checkpoint`` an array that was
                 passed to them twice counts as two.
-            mask: bool or integer, True = masked out, 4 dimensions that broadcast to
-                [b, h, sq, sk]; required with the padding types, ignored with the others.
-            bias: added to the scores, 4 dimensions that broadcast to [b, h, sq, sk].
+            mask, bias: as in ``DotProductAttention``.
             decode: append keys and values to the collection "cache", and attend to all of them;
                 only in self attention. ``init`` with ``decode=True`` and inputs of the maximum
                 length makes the cache. sk is then that length, and a bias has rows for all
@@ -366,24 +364,15 @@ class MultiHeadAttention(TransformerEngineBase):
             if bias is not None and bias.shape[2] not in (1, q.shape[1]):
                 bias = jax.lax.dynamic_slice_in_dim(bias, start, q.shape[1], axis=2)
         dropout = self.attention_dropout if self.dropout_rate is None else self.dropout_rate
-        x = self._kind(DotProductAttention)(
-            head_dim=self.head_dim,
-            num_attention_heads=heads,
-            num_gqa_groups=self.num_gqa_groups,
-            attention_dropout=dropout,
-            attn_mask_type=kind,
-            attn_bias_type=self.attn_bias_type,
-            dtype=self.dtype,
-            dropout_rng_name=self.dropout_rng_name,
-            float32_logits=self.float32_logits,
-            scale_factor=self.head_dim**-0.5 if self.scale_attn_logits else 1.0,
-            transpose_batch_sequence=False,
-            window_size=self.window_size,
-            context_parallel_axis=self.context_parallel_axis,
-            context_parallel_strategy=self.context_parallel_strategy,
-            context_parallel_causal_load_balanced=self.context_parallel_causal_load_balanced,
-            softmax_type=self.softmax_type,
-        )(q, k, v, mask, bias, deterministic=deterministic, query_start=start)
+        fields = self._shared(MultiHeadAttention, DotProductAttention) | {
+            "num_attention_heads": heads,
+            "attention_dropout": dropout,
+            "attn_mask_type": kind,
+            "scale_factor": self.head_dim**-0.5 if self.scale_attn_logits else 1.0,
+            "transpose_batch_sequence": False,
+        }
+        core = self._kind(DotProductAttention)(**fields)
+        x = core(q, k, v, mask, bias, deterministic=deterministic, query_start=start)
         if index is not None and not self.is_initializing():
             x = jnp.where(start + jnp.arange(x.shape[1])[:, None, None] < k.shape[1], x, jnp.nan)
         x = checkpoint_name(self._sequence_first(x), "context")
@@ -393,12 +382,9 @@ class MultiHeadAttention(TransformerEngineBase):
             features=inputs_q.shape[-1],
             kernel_init=self._kernel_init,
             kernel_axes=(axes.W_TP, axes.W_FSDP),
-            use_bias=self.use_bias,
-            bias_init=self.bias_init,
             bias_axes=(axes.W_NO_SHARD,),
-            dtype=self.dtype,
             name="out",
-            **self._low_rank_options("output_proj"),
+            **self._linear_options("output_proj"),
         )(x)
         return checkpoint_name(out, "out_proj"), normed
 
@@ -432,16 +418,15 @@ class MultiHeadAttention(TransformerEngineBase):
                 f"MultiHeadAttention: num_gqa_groups must divide num_attention_heads={heads}, got"
                 f" {self.num_gqa_groups}"
             )
-        if self.attn_mask_type not in MASK_TYPES:
-            raise ValueError(
-                "MultiHeadAttention: attn_mask_type must be one of"
-                f" {', '.join(MASK_TYPES)}, got {self.attn_mask_type!r}"
-            )
+        checked_kind(self.attn_mask_type, None, "MultiHeadAttention")
         return heads
 
-    def _low_rank_options(self, part: str) -> dict[str, Any]:
-        """Returns the fields of a linear layer that belong to its low-rank adapter."""
+    def _linear_options(self, part: str) -> dict[str, Any]:
+        """Returns the fields that all linear layers have, and those of a part's adapter."""
         return {
+            "use_bias": self.use_bias,
+            "bias_init": self.bias_init,
+            "dtype": self.dtype,
             "enable_low_rank_adaptation": adapts(self, part),
             "low_rank_adaptation_dim": self.low_rank_adaptation_dim,
             "low_rank_adaptation_alpha": self.low_rank_adaptation_alpha,
@@ -484,12 +469,9 @@ class MultiHeadAttention(TransformerEngineBase):
             "features": features,
             "kernel_init": self._parts_init(parts),
             "kernel_axes": (axes.W_FSDP, *joined, axes.W_TP),
-            "use_bias": self.use_bias,
-            "bias_init": self.bias_init,
             "bias_axes": (*joined, axes.W_TP),
-            "dtype": self.dtype,
             "name": name,
-            **self._low_rank_options("qkv_proj"),
+            **self._linear_options("qkv_proj"),
         }
 
     def _projected(self, inputs_q: jax.Array, inputs_kv: jax.Array) -> _Projected:
@@ -543,12 +525,11 @@ class MultiHeadAttention(TransformerEngineBase):
 
     def _index(self) -> Any:
         """Returns the variable with the number of tokens in the cache."""
-        if not self.is_initializing() and not self.has_variable("cache", "cache_index"):
-            raise ValueError(
-                'MultiHeadAttention: variables must have the collection "cache" with decode=True'
-                " (call init with decode=True and inputs of the largest length), got none of this"
-                " module"
-            )
+        needed = (
+            'the collection "cache" with decode=True (call init with decode=True and inputs of the'
+            " largest length)"
+        )
+        self._check_made("cache", "cache_index", needed)
         return self.variable("cache", "cache_index", lambda: jnp.zeros((), jnp.int32))
 
     def _cached(

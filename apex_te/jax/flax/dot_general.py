@@ -22,8 +22,8 @@ _COLLECTION = "_overwrite_with_gradient"
 
 
 def multiply(
-    owner: str, function: Callable[..., jax.Array], recipe: Recipe,
-    state: Mapping[str, jax.Array] | None, x: Any, kernel: Any, how: Any, result: Any,
+    owner: str, recipe: Recipe, state: Mapping[str, jax.Array] | None,
+    function: Callable[..., jax.Array], x: Any, kernel: Any, how: Any, result: Any,
     out_sharding: Any,
 ) -> jax.Array:  # fmt: skip
     """Returns ``function`` of two arrays, a description, and FP8 state, in dtype ``result``."""
@@ -48,22 +48,18 @@ class _Contraction(nn.Module):
 
     _recipe: ClassVar[Recipe]
 
-    def _computed(
-        self, function: Callable[..., jax.Array], x: Any, kernel: Any, how: Any, result: Any,
-        out_sharding: Any,
-    ) -> jax.Array:  # fmt: skip
-        """Returns ``function`` of two arrays, a description, and the state, in dtype ``result``."""
-        recipe, state = self._recipe, None
+    def _computed(self, *given: Any) -> jax.Array:
+        """Returns ``multiply`` of its other arguments with the recipe and the state."""
+        recipe, state, owner = self._recipe, None, type(self).__name__
         if isinstance(recipe, DelayedScaling):
             if self.scope is None:
                 raise NotImplementedError(
-                    f"{type(self).__name__}: recipe must keep no state (such as CurrentScaling)"
+                    f"{owner}: recipe must keep no state (such as CurrentScaling)"
                     " outside of Linen modules (flax.nnx: apex_te.jax.nnx.DotGeneral), got"
                     " DelayedScaling"
                 )
             state = self._fp8_state(recipe)
-        owner = type(self).__name__
-        return multiply(owner, function, recipe, state, x, kernel, how, result, out_sharding)
+        return multiply(owner, recipe, state, *given)
 
     @nn.compact
     def _fp8_state(self, recipe: DelayedScaling) -> dict[str, jax.Array]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import operator
@@ -25,6 +26,7 @@ from ..layernorm import in_dtype, normalised
 from ..layernorm_dense import norm_dense
 from ..layernorm_mlp import Between, norm_mlp
 from ..low_rank import adapted
+from ..ops import _checks
 from ..ops._checks import FLOATS
 from ..places import Axes, placed
 from ..quantize import QuantizerFactory, QuantizerSet
@@ -106,6 +108,11 @@ class TransformerEngineBase(nn.Module):
         """Returns the class of a submodule, which treats dtypes and axes as this module does."""
         return _as_v1(kind) if self._is_v1 else kind
 
+    def _shared(self, own: Any, kind: Any) -> dict[str, Any]:
+        """Returns the fields, by name, that this module's class ``own`` and a submodule's have."""
+        first, second = ({f.name for f in dataclasses.fields(each)} for each in (own, kind))
+        return {name: getattr(self, name) for name in first & second - {"parent", "name"}}
+
     def _dtype(self) -> Any:
         """Returns the field ``dtype``, in which a layer can compute."""
         given = getattr(self, "dtype", None)
@@ -129,11 +136,7 @@ class TransformerEngineBase(nn.Module):
         """Returns an input in the dtype in which the layer computes; it has a dimension."""
         dtype = self._dtype()
         x = jnp.asarray(inputs, dtype if self._is_v1 and self.dtype is not None else None)
-        if x.dtype.name not in FLOATS:
-            raise TypeError(
-                f"{type(self).__name__}: {name} must have dtype float32, float16 or bfloat16, got"
-                f" {x.dtype.name}"
-            )
+        _checks.has_dtype(type(self).__name__, name, x, FLOATS)
         if x.ndim == 0:
             raise ValueError(
                 f"{type(self).__name__}: {name} must have at least one dimension, got a scalar"
@@ -161,17 +164,27 @@ class TransformerEngineBase(nn.Module):
         )  # fmt: skip
         return placed(value, axes)
 
-    def _fp8_state(self, gemms: int = 1) -> dict[str, jax.Array] | None:
-        """Returns the module's FP8 state inside of a region with delayed scaling, else None."""
-        recipe = active_recipe()
+    def _check_made(self, collection: str, name: str, needed: str) -> None:
+        """Checks that ``init`` made a variable; ``needed`` is what the variables must have."""
+        if not self.is_initializing() and not self.has_variable(collection, name):
+            raise ValueError(
+                f"{type(self).__name__}: variables must have {needed}, got none of this module"
+            )
+
+    def _delayed(self, name: str) -> DelayedScaling | None:
+        """Returns a region's recipe with delayed scaling, which needs state ``name``, or None."""
+        recipe, collection = active_recipe(), fp8_state.FP8_COLLECTION_NAME
         if not isinstance(recipe, DelayedScaling):
             return None
-        name = fp8_state.FP8_COLLECTION_NAME
-        if not self.is_initializing() and not self.has_variable(name, "uses"):
-            raise ValueError(
-                f"{type(self).__name__}: variables must have the collection {name!r} in a region"
-                " with DelayedScaling (make them inside of the region), got none of this module"
-            )
+        where = f"the collection {collection!r} in a region with DelayedScaling"
+        self._check_made(collection, name, f"{where} (make them inside of the region)")
+        return recipe
+
+    def _fp8_state(self, gemms: int = 1) -> dict[str, jax.Array] | None:
+        """Returns the module's FP8 state inside of a region with delayed scaling, else None."""
+        recipe, name = self._delayed("uses"), fp8_state.FP8_COLLECTION_NAME
+        if recipe is None:
+            return None
         made = fp8_state.initial(recipe, gemms)
         found = {
             key: self.variable(name, key, lambda value=value: value).value
@@ -206,11 +219,8 @@ class TransformerEngineBase(nn.Module):
             return made
         collection = variable_collection or fp8_state.FP8_COLLECTION_NAME
         owner, name = type(self).__name__, f"quantizer_set{postfix}"
-        if not self.is_initializing() and not self.has_variable(collection, name):
-            raise ValueError(
-                f"{owner}: variables must have {name!r} in the collection {collection!r} with"
-                " DelayedScaling (call init with the same recipe), got none of this module"
-            )
+        where = f"{name!r} in the collection {collection!r} with DelayedScaling"
+        self._check_made(collection, name, f"{where} (call init with the same recipe)")
         found = self.variable(collection, name, lambda: made.state).value
         return QuantizerSet(made.recipe, fp8_state.checked(owner, found, made.state))
 
@@ -326,10 +336,6 @@ class _Normed(TransformerEngineBase):
             raise ValueError(f"{name}: axis must be -1, got {layer.axis}")
         return x
 
-    def _norm(self, x: jax.Array) -> jax.Array:
-        """Normalises over the last dimension with the parameters ``scale`` and ``ln_bias``."""
-        return normalised(x, *self._norm_with_parameters(x))
-
     def _norm_with_parameters(self, x: jax.Array) -> tuple[Norm, jax.Array, jax.Array | None]:
         """Returns norm, scale, and bias, None for an RMS norm, in x's dtype or float32."""
         width = x.shape[-1]
@@ -380,7 +386,7 @@ class LayerNorm(_Normed):
         """Returns the normalised input."""
         x = self._input(x, "x")
         contracted_axes("LayerNorm", -1, x.shape)
-        return self._norm(x)
+        return normalised(x, *self._norm_with_parameters(x))
 
 
 class LayerNormDenseGeneral(_Normed):

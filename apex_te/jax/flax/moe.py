@@ -8,13 +8,11 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from ...recipe import DelayedScaling
 from ...runtime.named_arguments import check_count
 from ...runtime.op_options import ClampedSwiglu
 from .. import fp8_state
 from .._partition import axis_of
 from ..experts import moe
-from ..region import active_recipe
 from .module import Axes, Initializer, TransformerEngineBase, kernel_init_of, placed
 
 __all__ = ["MoEBlock"]
@@ -144,15 +142,10 @@ class MoEBlock(TransformerEngineBase):
 
     def _states(self, experts: int) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
         """Returns the FP8 states of both GEMMs of the experts, empty without delayed scaling."""
-        recipe = active_recipe()
-        if not isinstance(recipe, DelayedScaling):
+        recipe, owner = self._delayed(_STATES[0]), type(self).__name__
+        if recipe is None:
             return {}, {}
-        collection, owner = fp8_state.FP8_COLLECTION_NAME, type(self).__name__
-        if not self.is_initializing() and not self.has_variable(collection, _STATES[0]):
-            raise ValueError(
-                f"{owner}: variables must have the collection {collection!r} in a region with"
-                " DelayedScaling (call init inside of the region), got none of this module"
-            )
+        collection = fp8_state.FP8_COLLECTION_NAME
         made = fp8_state.initial(recipe, experts)
         one, two = (
             fp8_state.checked(owner, self.variable(collection, name, lambda: made).value, made)

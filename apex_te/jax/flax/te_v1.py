@@ -29,76 +29,65 @@ class TransformerEngineBase(module.TransformerEngineBase):
     _is_v1: ClassVar[bool] = True
 
 
-class DenseGeneral(module.DenseGeneral):
+class DenseGeneral(module.DenseGeneral, TransformerEngineBase):
     """``apex_te.jax.flax.DenseGeneral`` with float32 parameters and output in ``dtype``."""
 
-    _is_v1: ClassVar[bool] = True
 
-
-class LayerNorm(module.LayerNorm):
+class LayerNorm(module.LayerNorm, TransformerEngineBase):
     """``apex_te.jax.flax.LayerNorm`` with float32 parameters and output in ``dtype``."""
 
-    _is_v1: ClassVar[bool] = True
 
-
-class LayerNormDenseGeneral(module.LayerNormDenseGeneral):
+class LayerNormDenseGeneral(module.LayerNormDenseGeneral, TransformerEngineBase):
     """``apex_te.jax.flax.LayerNormDenseGeneral`` with float32 parameters and output in ``dtype``.
 
     By default it also returns the norm's output.
     """
 
-    _is_v1: ClassVar[bool] = True
     return_layernorm_output: bool = True
     transpose_batch_sequence: bool = True
 
 
-class LayerNormMLP(module.LayerNormMLP):
+class LayerNormMLP(module.LayerNormMLP, TransformerEngineBase):
     """``apex_te.jax.flax.LayerNormMLP`` with float32 parameters and output in ``dtype``.
 
     By default it uses ReLU, drops activations with probability 0.1 and also returns the norm's
     output.
     """
 
-    _is_v1: ClassVar[bool] = True
     return_layernorm_output: bool = True
     activations: Sequence[str] = ("relu",)
     intermediate_dropout_rate: float = 0.1
     transpose_batch_sequence: bool = True
 
 
-class DotProductAttention(attention.DotProductAttention):
+class DotProductAttention(attention.DotProductAttention, TransformerEngineBase):
     """``apex_te.jax.flax.DotProductAttention`` with inputs cast to ``dtype``.
 
     By default inputs and results are [s, b, ...].
     """
 
-    _is_v1: ClassVar[bool] = True
     transpose_batch_sequence: bool = True
 
 
-class MultiHeadAttention(attention.MultiHeadAttention):
+class MultiHeadAttention(attention.MultiHeadAttention, TransformerEngineBase):
     """``apex_te.jax.flax.MultiHeadAttention`` with float32 parameters and output in ``dtype``.
 
     By default inputs and results are [s, b, ...].
     """
 
-    _is_v1: ClassVar[bool] = True
     transpose_batch_sequence: bool = True
 
 
-class RelativePositionBiases(relative_position.RelativePositionBiases):
+class RelativePositionBiases(relative_position.RelativePositionBiases, TransformerEngineBase):
     """``apex_te.jax.flax.RelativePositionBiases`` with a float32 parameter."""
 
-    _is_v1: ClassVar[bool] = True
 
-
-class TransformerLayer(transformer.TransformerLayer):
+class TransformerLayer(transformer.TransformerLayer, TransformerEngineBase):
     """``apex_te.jax.flax.TransformerLayer`` with float32 parameters and output in ``dtype``.
 
     Inputs must have the width ``hidden_size``. By default the MLP uses ReLU and drops activations
     with probability 0.1.
     """
 
-    _is_v1: ClassVar[bool] = True
     mlp_activations: Sequence[str] = ("relu",)
     intermediate_dropout: float = 0.1

@@ -40,18 +40,15 @@ class TransformerLayer(TransformerEngineBase):
         hidden_size: width of all heads together, a multiple of ``num_attention_heads``. The
             width of the output is the input's.
         mlp_hidden_size: width of the MLP between its linear layers.
-        num_attention_heads: number of the queries' heads.
-        num_gqa_groups: number of the keys' and values' heads, a divisor of
-            ``num_attention_heads``; None means as many.
+        num_attention_heads, num_gqa_groups, attention_dropout, dropout_rng_name: as in
+            ``DotProductAttention``.
         layernorm_type, zero_centered_gamma: as in ``LayerNorm``, for every norm.
         layernorm_epsilon: added to the variance.
         hidden_dropout: probability that an element of attention's or the MLP's output is dropped
             before it is added to the residual.
         hidden_dropout_dims: dimensions along which its mask is broadcast.
-        attention_dropout: probability that an attention weight is dropped.
         intermediate_dropout: probability that an element after the activation is dropped.
         intermediate_dropout_dims: dimensions along which its mask is broadcast.
-        dropout_rng_name: name of Flax's random number stream for dropout.
         mha_kernel_init: initializer of attention's kernels; None: variance_scaling(1.0, fan_in,
             normal).
         mlp_kernel_init: initializer of the MLP's kernels; None: variance_scaling(1.0, fan_in,
@@ -250,71 +247,38 @@ class TransformerLayer(TransformerEngineBase):
 
     def _attention(self, name: str, **options: Any) -> MultiHeadAttention:
         """Makes a self or cross attention."""
-        return self._kind(MultiHeadAttention)(
-            head_dim=self.hidden_size // self.num_attention_heads,
-            num_attention_heads=self.num_attention_heads,
-            num_gqa_groups=self.num_gqa_groups,
-            attention_dropout=self.attention_dropout,
-            dropout_rng_name=self.dropout_rng_name,
-            layernorm_type=self.layernorm_type,
-            layernorm_epsilon=self.layernorm_epsilon,
-            return_layernorm_output=self.apply_residual_connection_post_layernorm,
-            zero_centered_gamma=self.zero_centered_gamma,
-            kernel_init=self.mha_kernel_init,
-            use_bias=self.use_bias,
-            bias_init=self.bias_init,
-            enable_rotary_pos_emb=self.enable_rotary_pos_emb,
-            rotary_pos_emb_windows=self.rotary_pos_emb_windows,
-            rotary_pos_emb_group_method=self.rotary_pos_emb_group_method,
-            low_rank_adaptation_scope=self.low_rank_adaptation_scope,
-            low_rank_adaptation_dim=self.low_rank_adaptation_dim,
-            low_rank_adaptation_alpha=self.low_rank_adaptation_alpha,
-            dtype=self.dtype,
-            fuse_qkv_params=self.fuse_qkv_params,
-            transpose_batch_sequence=self.transpose_batch_sequence,
-            enable_sequence_parallel=self.enable_sequence_parallel,
-            scale_attn_logits=self.scale_attn_logits,
-            scaled_query_init=self.scaled_query_init,
-            float32_logits=self.float32_attention_logits,
-            window_size=self.window_size,
-            context_parallel_axis=self.context_parallel_axis,
-            context_parallel_strategy=self.context_parallel_strategy,
-            context_parallel_causal_load_balanced=self.context_parallel_causal_load_balanced,
-            softmax_type=self.softmax_type,
-            name=name,
-            **options,
-        )
+        fields = self._shared(TransformerLayer, MultiHeadAttention) | {
+            "head_dim": self.hidden_size // self.num_attention_heads,
+            "return_layernorm_output": self.apply_residual_connection_post_layernorm,
+            "kernel_init": self.mha_kernel_init,
+            "float32_logits": self.float32_attention_logits,
+        }
+        return self._kind(MultiHeadAttention)(**fields, name=name, **options)
 
     def _mlp(self) -> LayerNormMLP:
         """Makes the MLP with its norm."""
         return self._kind(LayerNormMLP)(
             intermediate_dim=self.mlp_hidden_size,
-            layernorm_type=self.layernorm_type,
             epsilon=self.layernorm_epsilon,
-            zero_centered_gamma=self.zero_centered_gamma,
             scale_axes=(axes.W_NO_SHARD,),
             ln_bias_axes=(axes.W_NO_SHARD,),
             kernel_init=self.mlp_kernel_init,
             kernel_axes_1=(axes.W_FSDP, axes.W_JOINED, axes.W_TP),
             kernel_axes_2=(axes.W_TP, axes.W_FSDP),
-            use_bias=self.use_bias,
-            bias_init=self.bias_init,
             bias_axes_1=(axes.W_JOINED, axes.W_TP),
             bias_axes_2=(axes.W_NO_SHARD,),
             return_layernorm_output=self.apply_residual_connection_post_layernorm,
             activations=self.mlp_activations,
             activation_params=self.mlp_activation_params,
             enable_low_rank_adaptation=adapts(self, "mlp"),
-            low_rank_adaptation_dim=self.low_rank_adaptation_dim,
-            low_rank_adaptation_alpha=self.low_rank_adaptation_alpha,
             intermediate_dropout_rng_name=self.dropout_rng_name,
             intermediate_dropout_rate=self.intermediate_dropout,
             intermediate_hidden_dropout_dims=self.intermediate_dropout_dims,
-            dtype=self.dtype,
             layernorm_input_axes=(*axes.leading(self), axes.HIDDEN),
             dot_1_input_axes=(*axes.leading(self, False), axes.HIDDEN),
             dot_2_input_axes=(*axes.leading(self, False), axes.HIDDEN_TP),
             name="mlp",
+            **self._shared(TransformerLayer, LayerNormMLP),
         )
 
     def _add(

@@ -17,7 +17,7 @@ from ...runtime.named_arguments import check_count
 from ..boxes import is_box
 from ..fp8_state import FP8_COLLECTION_NAME, is_state
 from ..region import active_recipe
-from .state import WRITES, FP8State, FP8Writes, values
+from .state import WRITES, FP8State, FP8Writes, is_variable, values
 
 _COLLECTIONS: dict[str, type[nnx.Variable[Any]]] = {
     "params": nnx.Param, FP8_COLLECTION_NAME: FP8State, WRITES: FP8Writes, "cache": nnx.Cache,
@@ -39,15 +39,11 @@ class FP8Holder(nnx.Module):
             _assign(self, name, tree)
 
     def _values(self, parameters: Any = None) -> dict[str, Any]:
-        """Returns the collections' arrays; FP8 state is updated if a parameter is differentiated.
-
-        Args:
-            parameters: arrays; None: those of the module.
-        """
+        """Returns collections' arrays; FP8 state is updated if a parameter is differentiated."""
         found: dict[str, Any] = {name: {} for name in _COLLECTIONS}
         _collect(self, found)
         state, writes = found.pop(FP8_COLLECTION_NAME), found.pop(WRITES)
-        made = jax.tree.map(lambda v: v.get_value(), found, is_leaf=_is_variable)
+        made = jax.tree.map(lambda v: v.get_value(), found, is_leaf=is_variable)
         if state:
             given = made["params"] if parameters is None else parameters
             made[FP8_COLLECTION_NAME] = values(state, writes, given)
@@ -139,11 +135,6 @@ def checked_width(owner: nnx.Module, name: str, value: Any) -> int:
 def _initial(linen: Any, inputs: Any, options: Any, key: jax.Array) -> Any:
     """Returns a Linen module's variables for inputs of these shapes, which are not computed on."""
     return linen.lazy_init({"params": key}, *inputs, **dict(options))
-
-
-def _is_variable(value: Any) -> bool:
-    """Returns True if a value is a Variable."""
-    return isinstance(value, nnx.Variable)
 
 
 def _assign(owner: Any, collection: str, tree: Mapping[str, Any]) -> None:

@@ -135,9 +135,7 @@ class LayerNormMLP(FromLinen):
         options: other fields of ``apex_te.jax.flax.LayerNormMLP``, such as ``activations``.
 
     Raises:
-        TypeError: an extent is not an int, ``rngs`` is not an ``nnx.Rngs``, or an option is not a
-            field.
-        ValueError: an extent is not positive, or an option has a wrong value.
+        TypeError, ValueError: as ``LayerNormLinear``.
     """
 
     def __init__(
@@ -179,9 +177,7 @@ class MoEBlock(FromLinen):
         options: other fields of ``apex_te.jax.flax.MoEBlock``, such as ``num_experts_per_tok``.
 
     Raises:
-        TypeError: an extent is not an int, ``rngs`` is not an ``nnx.Rngs``, or an option is not a
-            field.
-        ValueError: an extent is not positive, or an option has a wrong value.
+        TypeError, ValueError: as ``LayerNormLinear``.
     """
 
     def __init__(
@@ -262,9 +258,7 @@ class MultiHeadAttention(FromLinen):
         options: other fields of ``apex_te.jax.flax.MultiHeadAttention``.
 
     Raises:
-        TypeError: an extent is not an int, ``rngs`` is not an ``nnx.Rngs``, or an option is not a
-            field.
-        ValueError: an extent is not positive, or an option has a wrong value.
+        TypeError, ValueError: as ``LayerNormLinear``.
     """
 
     def __init__(
@@ -330,9 +324,7 @@ class TransformerLayer(FromLinen):
         options: other fields of ``apex_te.jax.flax.TransformerLayer``.
 
     Raises:
-        TypeError: an extent is not an int, ``rngs`` is not an ``nnx.Rngs``, or an option is not a
-            field.
-        ValueError: an extent is not positive, or an option has a wrong value.
+        TypeError, ValueError: as ``LayerNormLinear``.
     """
 
     def __init__(
@@ -397,13 +389,8 @@ class DotGeneral(FP8Holder):
     """GEMM of an array and a kernel in FP8, the ``dot_general`` of an ``nnx.Linear``.
 
     Args:
-        recipe: the recipe, or its name. It is used in any ``fp8_autocast`` region and outside of
-            them. None means ``DelayedScaling()``, whose FP8 state the object has.
-
-    Raises:
-        TypeError: ``recipe`` is not a recipe.
-        ValueError: no recipe has this name.
-        NotImplementedError: the recipe has an option that is not available in JAX.
+        recipe: as in ``apex_te.jax.flax.make_dot_general_cls``, as are the errors; the object has
+            the FP8 state of ``DelayedScaling``.
     """
 
     def __init__(self, recipe: Recipe | str | None = None) -> None:
@@ -427,6 +414,6 @@ class DotGeneral(FP8Holder):
         """
         state = self._values({"kernel": rhs}).get(fp8_state.FP8_COLLECTION_NAME)
         return multiply(
-            "DotGeneral", contraction.dot_general, self.recipe, state, lhs, rhs,
+            "DotGeneral", self.recipe, state, contraction.dot_general, lhs, rhs,
             dimension_numbers, preferred_element_type, out_sharding,
         )  # fmt: skip

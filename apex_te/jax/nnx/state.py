@@ -8,7 +8,7 @@ leave ``jax.jit``, so the state can also be arrays, for which ``value_and_grad``
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -96,15 +96,17 @@ def use_refs(module: nnx.Module, use: bool = True) -> None:
                 setattr(node, name, type(found)(found.get_value(), ref=use, **others))
 
 
+def is_variable(value: Any) -> bool:
+    """Returns True if a value is a Variable."""
+    return isinstance(value, nnx.Variable)
+
+
 def values(state: Any, writes: Any, parameters: Any) -> Any:
     """Returns the arrays of a tree of FP8 states; with Refs their gradient is written there.
 
-    Args:
-        state: tree of ``FP8State``.
-        writes: the same tree with an ``FP8Writes`` for each module's state.
-        parameters: arrays; if one is differentiated, the state is, too.
+    ``writes`` is the same tree with an ``FP8Writes`` for each module's state. If one of the arrays
+    ``parameters`` is differentiated, the state is, too.
     """
-    is_variable = lambda x: isinstance(x, nnx.Variable)  # noqa: E731
     leaves = jax.tree.leaves((state, writes), is_leaf=is_variable)
     if not all(leaf.is_in_ref for leaf in leaves):
         return jax.tree.map(lambda v: v.get_value(), state, is_leaf=is_variable)
@@ -234,11 +236,6 @@ def _taken(grads: Any, module: Any) -> Any:
     if moved:
         new = nnx.to_pure_dict(moved)
         held = nnx.to_pure_dict(nnx.state(module, _is_array_state))
-        nnx.update(module, _merged(new, held))
+        name = FP8_COLLECTION_NAME
+        nnx.update(module, update_collections({name: new}, {name: held})[name])
     return rest
-
-
-def _merged(new: Mapping[Any, Any], original: Mapping[Any, Any]) -> Any:
-    """Returns the next states of used GEMMs, and the original ones of others."""
-    name = FP8_COLLECTION_NAME
-    return update_collections({name: new}, {name: original})[name]

@@ -23,13 +23,15 @@ def array(function: str, name: str, value: Any) -> jax.Array:
     return jnp.asarray(value)
 
 
-def has_dtype(function: str, name: str, value: Any, allowed: Sequence[str]) -> jax.Array:
-    """Returns ``value`` as an array; raises TypeError unless its dtype is in ``allowed``."""
+def has_dtype(
+    function: str, name: str, value: Any, allowed: Sequence[str], shape: Sequence[int] | None = None
+) -> jax.Array:
+    """Returns ``value`` as an array of one of the dtypes, and of a shape if one is given."""
     found = array(function, name, value)
     if found.dtype.name not in allowed:
         wanted = " or ".join([", ".join(allowed[:-1]), allowed[-1]] if allowed[1:] else allowed)
         raise TypeError(f"{function}: {name} must have dtype {wanted}, got {found.dtype.name}")
-    return found
+    return found if shape is None else has_shape(function, name, found, shape)
 
 
 def has_shape(function: str, name: str, value: jax.Array, shape: Sequence[int]) -> jax.Array:
@@ -56,12 +58,19 @@ def matrix(function: str, name: str, value: Any, dtypes: Sequence[str] = FLOATS)
     return has_ndim(function, name, value, 2, dtypes)
 
 
-def matrix_to_cast(function: str, value: Any) -> jax.Array:
-    """Returns the argument ``x`` of a cast, a matrix; its errors are those of PyTorch's casts."""
-    found = array(function, "x", value)
+def two_dimensional(function: str, name: str, value: Any) -> jax.Array:
+    """Returns ``value``, an array with two dimensions; the errors are those of PyTorch's casts."""
+    found = array(function, name, value)
     if found.ndim != 2:
-        raise ValueError(f"{function}: x must have 2 dimensions, got shape {list(found.shape)}")
-    return has_dtype(function, "x", found, FLOATS)
+        raise ValueError(
+            f"{function}: {name} must have 2 dimensions, got shape {list(found.shape)}"
+        )
+    return found
+
+
+def matrix_to_cast(function: str, value: Any, name: str = "x") -> jax.Array:
+    """Returns the argument ``name`` of a cast, a matrix of floats."""
+    return has_dtype(function, name, two_dimensional(function, name, value), FLOATS)
 
 
 def has_columns(function: str, name: str, value: Any) -> jax.Array:
@@ -97,9 +106,7 @@ def is_like(
 
 def same_shape(function: str, name: str, value: Any, like: jax.Array) -> jax.Array:
     """Returns ``value``, an array of another one's shape and dtype."""
-    return has_shape(
-        function, name, has_dtype(function, name, value, [like.dtype.name]), like.shape
-    )
+    return has_dtype(function, name, value, [like.dtype.name], like.shape)
 
 
 def is_scalar(function: str, name: str, value: Any, dtype: str = "float32") -> jax.Array:

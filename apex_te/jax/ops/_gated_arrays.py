@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from ...runtime.op_options import GATE, ClampedSwiglu, gate_arguments
 from . import _checks
 from ._contract import local_call
-from ._rows import rowwise as over_rows
+from ._rows import rowwise_by_name
 
 
 class GatedArrays(NamedTuple):
@@ -120,12 +120,11 @@ def _biases(
             raise ValueError(f"{function}: bias must be given with up_bias, got None")
         if axis == -2:
             raise ValueError(f"{function}: up_bias must be None with axis -2, got an array")
-        up_bias = _checks.has_dtype(function, "up_bias", up_bias, [dtype.name])
-        found["up_bias"] = _checks.has_shape(function, "up_bias", up_bias, (cols,))
+        found["up_bias"] = _checks.has_dtype(function, "up_bias", up_bias, [dtype.name], (cols,))
     if bias is not None:
         both = (2, cols) if axis == -2 else (2 * cols,)
-        bias = _checks.has_dtype(function, "bias", bias, [dtype.name])
-        bias = _checks.has_shape(function, "bias", bias, both if up_bias is None else (cols,))
+        shape = both if up_bias is None else (cols,)
+        bias = _checks.has_dtype(function, "bias", bias, [dtype.name], shape)
         is_pair = up_bias is None and dims == "g f"
         found["bias"] = bias.reshape(2, cols) if is_pair else bias
     return found
@@ -140,14 +139,11 @@ def call_gated(
     **options: Any,
 ) -> dict[str, jax.Array]:
     """Calls a C function of gated activations; ``results`` have dimensions in a rule."""
-    extra = extra or {}
-    inputs = {**given.arrays, **extra}
     halves = 1 if "up" in given.arrays else 2
     dtypes = {"F": fp8_dtype} if fp8_dtype else {}
 
-    def body(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        tensors = dict(zip(inputs, arrays, strict=True))
-        rows, width = arrays[0].shape[0], math.prod(tensors["input"].shape[1:])
+    def body(tensors: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        rows, width = tensors["input"].shape[0], math.prod(tensors["input"].shape[1:])
         tensors["input"] = tensors["input"].reshape(rows, width)
         if "bias" in tensors:
             tensors["bias"] = tensors["bias"].reshape(-1)
@@ -161,9 +157,7 @@ def call_gated(
             return x.reshape([-(-extents[name] // int(block or 1)) for name, _, block in words])
 
         made = local_call(op, given.function, tensors, results, dtypes, **given.gate, **options)
-        return tuple(shaped(made[name], dims) for name, dims in results.items())
+        return {name: shaped(made[name], dims) for name, dims in results.items()}
 
-    read = [f"{name}: {dims}" for name, dims in given.dims.items()] + [f"{n}: _" for n in extra]
-    rule = f"{', '.join(read)} -> {', '.join(f'{n}: {dims}' for n, dims in results.items())}"
-    made = over_rows(given.function, rule, body, **given.options)(*inputs.values())
-    return dict(zip(results, made, strict=True))
+    inputs = {**given.arrays, **(extra or {})}
+    return rowwise_by_name(given.function, inputs, given.dims, results, body, **given.options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -19,6 +20,45 @@ def flag(primal: Any) -> tuple[()] | None:
 def is_wanted(flag: tuple[()] | None) -> bool:
     """Returns True if a residual of ``flag`` says that the gradient is wanted."""
     return flag is not None
+
+
+def values_of(primals: Iterable[Any]) -> list[Any]:
+    """Returns the arrays of primals, None for None."""
+    return [None if p is None else p.value for p in primals]
+
+
+def kinds_of(arrays: Iterable[Any]) -> list[Kind | None]:
+    """Returns the types of arrays as residuals, None for None."""
+    return [None if x is None else Kind(jax.typeof(x)) for x in arrays]
+
+
+def gradients_like(kinds: Iterable[Any], gradients: Iterable[Any]) -> list[Any]:
+    """Returns gradients in the dtypes and shardings of their primals, None for None."""
+    return [
+        gradient_like(kind, None if each is None else each.astype(kind.aval.dtype))
+        for kind, each in zip(kinds, gradients, strict=True)
+    ]
+
+
+def keeping_inputs(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a differentiable function that keeps its arguments, arrays or None.
+
+    ``backward`` is a function of the cotangent, of these arguments, and of bools that say which
+    gradients are wanted; it returns a gradient for each, or None.
+    """
+    run = jax.custom_vjp(forward)
+
+    def fwd(*primals: Any) -> tuple[Any, Any]:
+        values = values_of(primals)
+        return forward(*values), (values, [flag(p) for p in primals])
+
+    def bwd(kept: Any, cotangent: Any) -> tuple[Any, ...]:
+        values, wanted = kept
+        made = backward(materialised(cotangent), values, [*map(is_wanted, wanted)])
+        return tuple(map(gradient_of, values, made))
+
+    run.defvjp(fwd, bwd, symbolic_zeros=True)
+    return run
 
 
 def materialised(cotangent: Any) -> jax.Array:

@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._partition import Kind
 from . import _checks
 from ._contract import run
-from ._gradient import flag, gradient_of, is_wanted, materialised
+from ._gradient import flag, gradient_of, is_wanted, kinds_of, materialised, values_of
 from .fp8_output import FP8Output, wanted
 
 
@@ -108,12 +107,11 @@ def differentiable(
         return outputs(forward(x, weight, bias, residual), jnp.shape(x))
 
     def fwd(x: Any, weight: Any, bias: Any, residual: Any) -> tuple[Any, Any]:
-        given = (x, weight, bias, residual)
-        values: list[Any] = [None if p is None else p.value for p in given]
+        values = values_of((x, weight, bias, residual))
         made = forward(*values)
         statistics = {name: made[name] for name in ("mean", "rstd") if name in made}
         wanted = [flag(p) for p in (x, weight, bias, residual)]
-        kinds = [None if v is None else Kind(jax.typeof(v)) for v in (values[0], values[3])]
+        kinds = kinds_of((values[0], values[3]))
         kept = (made["rows"], *values[1:3], statistics, wanted, kinds)
         return outputs(made, values[0].shape), kept
 

@@ -79,6 +79,25 @@ def rowwise(
     return mapped
 
 
+def rowwise_by_name(
+    function: str, given: Mapping[str, jax.Array], read: Mapping[str, str],
+    written: Mapping[str, str], body: Callable[[dict[str, Any]], Mapping[str, Any]], **options: Any,
+) -> dict[str, jax.Array]:  # fmt: skip
+    """Calls ``rowwise`` of a function of arrays by name, and returns its results by name.
+
+    ``read`` has the dimensions of arguments, "_" where it has none, ``written`` those of results.
+    """
+
+    def run(*arrays: jax.Array) -> tuple[Any, ...]:
+        made = body(dict(zip(given, arrays, strict=True)))
+        return tuple(made[name] for name in written)
+
+    operands = ", ".join(f"{name}: {read.get(name, '_')}" for name in given)
+    results = ", ".join(f"{name}: {dims}" for name, dims in written.items())
+    made = rowwise(function, f"{operands} -> {results}", run, **options)(*given.values())
+    return dict(zip(written, made, strict=True))
+
+
 def _folded(
     mapped: Callable[..., Any],
     rule: Rule,

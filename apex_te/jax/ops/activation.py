@@ -11,7 +11,7 @@ import jax
 from ...runtime.op_options import KINDS, activation_number
 from ._checked import checked
 from ._contract import run
-from ._gradient import materialised
+from ._gradient import keeping_inputs
 from .fp8_output import FP8Output, cast_of_activation
 
 __all__ = [
@@ -32,16 +32,10 @@ def activation(x: jax.Array, kind: str) -> jax.Array:
 
 @functools.cache
 def _differentiable(kind: str) -> Callable[[Any], Any]:
-    @jax.custom_vjp
-    def act(x: Any) -> Any:
-        return activation_fwd(x, kind)
+    def backward(dy: Any, values: Any, wanted: Any) -> tuple[Any]:
+        return (activation_bwd(dy, values[0], kind),)
 
-    act.defvjp(
-        lambda x: (activation_fwd(x.value, kind), x.value),
-        lambda x, dy: (activation_bwd(materialised(dy), x, kind),),
-        symbolic_zeros=True,
-    )
-    return act
+    return keeping_inputs(functools.partial(activation_fwd, kind=kind), backward)
 
 
 @checked
@@ -72,8 +66,7 @@ def activation_fwd_fp8(
 ) -> FP8Output:
     """Quantizes an activation's float32 result f(x): q = saturating_cast(f(x) * scale).
 
-    The result's ``amax`` is the maximum of the given one and max |f(x)|. The last dimension of x
-    are the columns.
+    The last dimension of x are the columns.
     """
     name = "activation_fwd_fp8"
     number = activation_number(name, kind)

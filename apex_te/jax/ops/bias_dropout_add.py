@@ -9,11 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._partition import Kind
 from . import _checks
 from ._checked import checked
 from ._contract import run
-from ._gradient import flag, gradient_of, is_wanted, materialised
+from ._gradient import flag, gradient_of, is_wanted, kinds_of, materialised, values_of
 
 __all__ = ["bias_dropout_add", "bias_dropout_add_bwd"]
 
@@ -118,10 +117,9 @@ def _differentiable(p: float) -> Callable[..., Any]:
 
     def fwd(x: Any, bias: Any, residual: Any, seed: Any) -> tuple[Any, Any]:
         given = (x, bias, residual, seed)
-        values: Any = [None if each is None else each.value for each in given]
+        values = values_of(given)
         wanted = flag(x), flag(bias), flag(residual)
-        kinds = [None if each is None else Kind(jax.typeof(each)) for each in values[:3]]
-        return _fwd(p, *values), (kinds, values[3], wanted)
+        return _fwd(p, *values), (kinds_of(values[:3]), values[3], wanted)
 
     def bwd(kept: Any, dout: Any) -> Any:
         (x, bias, residual), seed, wanted = kept

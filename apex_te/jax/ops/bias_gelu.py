@@ -11,7 +11,7 @@ import jax
 from ...runtime import op_options
 from ._checked import checked
 from ._contract import run
-from ._gradient import flag, gradient_of, is_wanted, materialised
+from ._gradient import keeping_inputs
 from .fp8_output import FP8Output, cast_of_activation
 
 __all__ = [
@@ -49,22 +49,10 @@ def bias_gelu(x: jax.Array, bias: jax.Array | None = None, *, form: str = "tanh"
 
 @functools.cache
 def _differentiable(form: str) -> Callable[[Any, Any], Any]:
-    @jax.custom_vjp
-    def gelu(x: Any, bias: Any) -> Any:
-        return bias_gelu_fwd(x, bias, form=form)
+    def backward(dy: Any, values: Any, wanted: Any) -> BiasGeluGrads:
+        return bias_gelu_bwd(dy, *values, form=form, with_dbias=wanted[1])
 
-    def fwd(x: Any, bias: Any) -> tuple[Any, Any]:
-        values = x.value, None if bias is None else bias.value
-        return bias_gelu_fwd(*values, form=form), (*values, flag(bias))
-
-    def bwd(kept: Any, grad_output: Any) -> Any:
-        x, bias, wanted = kept
-        grad_output = materialised(grad_output)
-        made = bias_gelu_bwd(grad_output, x, bias, form=form, with_dbias=is_wanted(wanted))
-        return made.input, gradient_of(bias, made.dbias)
-
-    gelu.defvjp(fwd, bwd, symbolic_zeros=True)
-    return gelu
+    return keeping_inputs(functools.partial(bias_gelu_fwd, form=form), backward)
 
 
 @checked
@@ -104,10 +92,7 @@ def bias_gelu_fwd_fp8(
     columnwise: bool = True,
     amax: jax.Array | None = None,
 ) -> FP8Output:
-    """Quantizes the float32 result of gelu: q = saturating_cast(gelu(x + bias) * scale).
-
-    The result's ``amax`` is the maximum of the given one and max |gelu(x + bias)|.
-    """
+    """Quantizes the float32 result of gelu: q = saturating_cast(gelu(x + bias) * scale)."""
     name = "bias_gelu_fwd_fp8"
     is_tanh = op_options.is_tanh(name, form)
     given = {"x": x, "bias": bias, "scale": scale, "amax": amax}
@@ -128,10 +113,7 @@ def bias_gelu_bwd_fp8(
     amax: jax.Array | None = None,
     with_dbias: bool = False,
 ) -> BiasGeluFP8Grads:
-    """Computes ``bias_gelu_bwd`` with the gradient of x quantized from its float32 values.
-
-    The result's ``amax`` is the maximum of the given one and the magnitudes of x's gradient.
-    """
+    """Computes ``bias_gelu_bwd`` with the gradient of x quantized from its float32 values."""
     name = "bias_gelu_bwd_fp8"
     is_tanh = op_options.is_tanh(name, form)
     given = {"dy": grad_output, "x": x, "bias": bias, "scale": scale, "amax": amax}

@@ -49,12 +49,7 @@ def _prepare(
         raise NotImplementedError(
             f"{name}: one of a and b must have dtype float8_e4m3fn, got float8_e5m2 twice"
         )
-    dtype = jnp.dtype(out_dtype)
-    if dtype.name not in _checks.FLOATS:
-        raise TypeError(
-            f"{name}: out must have dtype {', '.join(_checks.FLOATS[:-1])} or bfloat16,"
-            f" got {dtype.name}"
-        )
+    dtype = _checks.float_dtype_of(name, "out", out_dtype)
     rest = {}
     if bias is not None:
         bias = _checks.has_shape(name, "bias", jnp.asarray(bias), b.shape[: b.ndim - inner])
@@ -116,13 +111,8 @@ def shared_product(
     of ``scales`` comes with its dimensions in the rule; ``inner`` dimensions are contracted.
     """
     inputs = {**operands, **{n: x for n, (_, x) in scales.items()}, **rest}
-    dims = {
-        "a": "m k",
-        "b": "n k",
-        "bias": "n",
-        "c": "m n",
-        **{n: d for n, (d, _) in scales.items()},
-    }
+    dims = {"a": "m k", "b": "n k", "bias": "n", "c": "m n"}
+    dims |= {n: d for n, (d, _) in scales.items()}
     ranks = {letter: operands[n].ndim - inner for letter, n in (("m", "a"), ("n", "b"))}
 
     def parts(arrays: tuple[jax.Array, ...]) -> tuple[list[jax.Array], dict[str, jax.Array]]:

@@ -7,6 +7,7 @@ result is the same, but the work grows with the number of groups.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,14 +19,7 @@ from .._partition import vary_alike
 from . import _checks
 from ._checked import checked
 from .block_quantize import block_dequantize
-from .grouped_quantize import (
-    ALIGN,
-    Groups,
-    block_values_of_columns,
-    check_rows,
-    decode,
-    scale_rows,
-)
+from .grouped_quantize import ALIGN, Groups, block_values_of_columns, check_rows, decode, scale_rows
 
 __all__ = [
     "block_contract_groups", "block_multiply_groups", "contract_groups", "multiply_groups",
@@ -142,14 +136,9 @@ def scaled_multiply_groups(
         factor = a_scale * b_scale[jnp.minimum(group, groups.num_groups - 1)]
         return scale_rows(out, factor).astype(jnp.bfloat16)
 
-    def multiplied(a: Any, a_scale: Any, b: Any, b_scale: Any, ends: Any) -> jax.Array:
-        given = {"a": a, "a_scale_inv": a_scale, "b": b, "b_scale_inv": b_scale, "ends": ends}
-        results = {"out": _S((a.shape[0], b.shape[1]), jnp.bfloat16)}
-        given["use_split_accumulator"] = not fast
-        return call("grouped_gemm", "grouped_gemm_multiply", results, **given)["out"]
-
-    on_gpu = multiplied if _multiplies_codes(operands[0], operands[2]) else decoded
-    return jax.lax.platform_dependent(*operands, groups.ends, cpu=decoded, cuda=on_gpu)
+    result = _S((groups.rows, operands[2].shape[1]), jnp.bfloat16)
+    options = {"use_split_accumulator": not fast}
+    return _computed("gemm_multiply", decoded, (*operands, groups.ends), result, **options)
 
 
 @checked
@@ -185,14 +174,23 @@ def scaled_contract_groups(
         factor = jnp.repeat(a_scale * b_scale, a.shape[0])
         return scale_rows(out.reshape(-1, out.shape[2]), factor).reshape(out.shape).astype(dtype)
 
-    def contracted(a: Any, a_scale: Any, b: Any, b_scale: Any, ends: Any) -> jax.Array:
-        given = {"a": a, "a_scale_inv": a_scale, "b": b, "b_scale_inv": b_scale, "ends": ends}
-        results = {"out": _S((ends.size, a.shape[0], b.shape[0]), dtype)}
-        given |= {"use_split_accumulator": not fast, "accumulate": False}
-        return call("grouped_gemm", "grouped_gemm_contract", results, **given)["out"]
+    result = _S((ends.size, a.shape[0], b.shape[0]), dtype)
+    options = {"use_split_accumulator": not fast, "accumulate": False}
+    return _computed("gemm_contract", decoded, (*operands, ends), result, **options)
 
-    on_gpu = contracted if _multiplies_codes(a, b) else decoded
-    return jax.lax.platform_dependent(*operands, ends, cpu=decoded, cuda=on_gpu)
+
+def _computed(
+    function: str, decoded: Any, operands: Sequence[jax.Array], result: Any, **options: Any
+) -> jax.Array:
+    """Multiplies a, b, their scales and ends by ``decoded``, or by a C function on GPUs."""
+
+    def fused(a: Any, a_scale: Any, b: Any, b_scale: Any, ends: Any) -> jax.Array:
+        given = {"a": a, "a_scale_inv": a_scale, "b": b, "b_scale_inv": b_scale, "ends": ends}
+        made = call("grouped_gemm", f"grouped_{function}", {"out": result}, **given, **options)
+        return made["out"]
+
+    on_gpu = fused if _multiplies_codes(operands[0], operands[2]) else decoded
+    return jax.lax.platform_dependent(*operands, cpu=decoded, cuda=on_gpu)
 
 
 def _checked(
@@ -200,14 +198,10 @@ def _checked(
     num_groups: int,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """Returns the operands with their scales, whose dtypes and shapes are checked."""
-    a, b = (
-        _checks.has_dtype(name, "a", a, _checks.FP8),
-        _checks.has_dtype(name, "b", b, _checks.FP8),
-    )
-    a_scale = _checks.has_dtype(name, "a_scale_inv", a_scale_inv, ["float32"])
-    a_scale = _checks.has_shape(name, "a_scale_inv", a_scale, a_shape)
-    b_scale = _checks.has_dtype(name, "b_scale_inv", b_scale_inv, ["float32"])
-    return a, a_scale, b, _checks.has_shape(name, "b_scale_inv", b_scale, (num_groups,))
+    a, b = (_checks.has_dtype(name, n, x, _checks.FP8) for n, x in (("a", a), ("b", b)))
+    a_scale = _checks.has_dtype(name, "a_scale_inv", a_scale_inv, ["float32"], a_shape)
+    b_scale = _checks.has_dtype(name, "b_scale_inv", b_scale_inv, ["float32"], (num_groups,))
+    return a, a_scale, b, b_scale
 
 
 @checked
@@ -229,14 +223,9 @@ def block_multiply_groups(
         w = decode(b).astype(jnp.float32) * scales
         return _multiplied(x, w, ends, jnp.float32).astype(jnp.bfloat16)
 
-    def multiplied(a: Any, a_scale: Any, b: Any, b_scale: Any, ends: Any) -> jax.Array:
-        given = {"a": a, "a_scale_inv": a_scale, "b": b, "b_scale_inv": b_scale, "ends": ends}
-        results = {"out": _S((a.shape[0], b.shape[1]), jnp.bfloat16)}
-        return call("grouped_gemm", "grouped_block_multiply", results, **given)["out"]
-
-    on_gpu = multiplied if _multiplies_codes(a, b) else decoded
     operands = a, a_scale_inv, b, b_scale_inv, groups.ends
-    return jax.lax.platform_dependent(*operands, cpu=decoded, cuda=on_gpu)
+    result = _S((a.shape[0], b.shape[1]), jnp.bfloat16)
+    return _computed("block_multiply", decoded, operands, result)
 
 
 @checked
@@ -259,12 +248,6 @@ def block_contract_groups(
         x, y = (block_values_of_columns(*each, ends) for each in ((a, a_scale), (b, b_scale)))
         return _contracted(x, y.T, jnp.clip(ends, 0, a.shape[1]), True).astype(dtype)
 
-    def contracted(a: Any, a_scale: Any, b: Any, b_scale: Any, ends: Any) -> jax.Array:
-        given = {"a": a, "a_scale_inv": a_scale, "b": b, "b_scale_inv": b_scale, "ends": ends}
-        results = {"out": _S((ends.size, a.shape[0], b.shape[0]), dtype)}
-        given |= {"accumulate": False, "b_block_rows": 1}
-        return call("grouped_gemm", "grouped_block_contract", results, **given)["out"]
-
-    on_gpu = contracted if _multiplies_codes(a, b) else decoded
     operands = a, a_scale_inv, b, b_scale_inv, groups.column_ends
-    return jax.lax.platform_dependent(*operands, cpu=decoded, cuda=on_gpu)
+    result = _S((groups.num_groups, a.shape[0], b.shape[0]), dtype)
+    return _computed("block_contract", decoded, operands, result, accumulate=False, b_block_rows=1)

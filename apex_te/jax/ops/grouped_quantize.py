@@ -89,10 +89,6 @@ class Alignment(NamedTuple):
         rows = -(-groups.rows // multiple) * multiple + groups.num_groups * multiple
         return cls(groups, multiple, ends - padded, ends, rows)
 
-    def as_groups(self) -> Groups:
-        """Returns the aligned groups as groups that follow one another."""
-        return groups_of(self.ends - self.begins, self.rows)
-
     def copies(self, x: jax.Array) -> jax.Array:
         """Returns the rows of ``x`` in their aligned places."""
         at = jnp.arange(self.rows, dtype=jnp.int32)
@@ -144,8 +140,8 @@ def groups_of(splits: jax.Array, rows: int) -> Groups:
         raise NotImplementedError(
             f"{name}: rows must be from 0 to 2^31 - 1 with padding, got {rows}"
         )
-    results = {"table": _S((3 * count + 1,), jnp.int32)}
-    return Groups(call(_OP, name, results, splits=splits, rows=rows)["table"], rows, count)
+    table = whole_call(_OP, name, {"splits": splits}, rows=rows)["table"]
+    return Groups(table, rows, count)
 
 
 @checked
@@ -162,8 +158,7 @@ def _of_groups(name: str, groups: int, **values: Any) -> dict[str, jax.Array]:
     found = {}
     for each, value in values.items():
         if value is not None:
-            value = _checks.has_dtype(name, each, value, ["float32"])
-            found[each] = _checks.has_shape(name, each, value, (groups,))
+            found[each] = _checks.has_dtype(name, each, value, ["float32"], (groups,))
     return found
 
 

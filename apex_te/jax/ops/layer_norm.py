@@ -60,10 +60,7 @@ def layer_norm_fwd_fp8(
     zero_centered_gamma: bool = False,
     residual: jax.Array | None = None,
 ) -> NormFP8Output:
-    """Quantizes the float32 result y of ``layer_norm_fwd``: q = saturating_cast(y * scale).
-
-    The result's ``amax`` is the maximum of the given one and max |y|.
-    """
+    """Quantizes the float32 result y of ``layer_norm_fwd``: q = saturating_cast(y * scale)."""
     fp8 = (scale, fp8_dtype, rowwise, columnwise, amax)
     made = _norm.norm_fwd("layer_norm", x, weight, bias, eps, zero_centered_gamma, residual, fp8)
     y = FP8Output(*(made.get(name) for name in FP8Output._fields))

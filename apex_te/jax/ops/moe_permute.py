@@ -6,6 +6,7 @@ device's own tokens.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +17,8 @@ from ...runtime.scratch_sizes import map_tiles
 from .._call import call
 from . import _checks
 from ._checked import checked
-from ._gradient import flag, is_wanted, materialised
+from ._contract import whole_call
+from ._gradient import flag, is_wanted, materialised, values_of
 
 __all__ = [
     "MAX_EXPERTS", "RowMap", "make_chunk_map", "make_map", "permute", "permute_bwd", "permute_by",
@@ -89,11 +91,7 @@ def _routing(
     """Returns the arguments of a C function that makes a map, after their checks."""
     if map_type not in ("mask", "index"):
         raise ValueError(f"{_OP}: map_type must be 'mask' or 'index', got {map_type!r}")
-    routes = _checks.array(_OP, "routing_map", routing_map)
-    if routes.ndim != 2:
-        raise ValueError(
-            f"{_OP}: routing_map must have 2 dimensions, got shape {list(routes.shape)}"
-        )
+    routes = _checks.two_dimensional(_OP, "routing_map", routing_map)
     is_index = map_type == "index"
     tokens, width = routes.shape
     experts = width
@@ -163,7 +161,7 @@ def permute(
         made = call(_OP, name, results, **given, row_id_map=row_id_map)
         return _cast(made["out"], dtype), made.get("permuted_probs"), row_id_map
 
-    out, permuted, _ = _permutation(forward)(inp, probs, row_id_map)
+    out, permuted, _ = _permutation(_OP, forward, permute_bwd)(inp, probs, row_id_map)
     return out, permuted
 
 
@@ -192,50 +190,49 @@ def permute_by(
         found = routing.map_of(made)
         return _cast(made["out"], dtype), made.get("permuted_probs"), found
 
-    out, permuted, found = _permutation(forward)(inp, probs, routing_map)
-    return out, permuted, found
+    return _permutation(_OP, forward, permute_bwd)(inp, probs, routing_map)
 
 
-def _permutation(forward: Any) -> Any:
-    """Returns a differentiable function (inp, probs or None, map) -> (rows, probs, map)."""
+def _permutation(op: str, forward: Any, backward: Any) -> Any:
+    """Returns a differentiable function (inp, probs or None, map) -> (rows, probs, map).
+
+    ``backward`` is a function of the rows' gradients, of the map, and of the probs' or None.
+    """
     run = jax.custom_vjp(forward)
 
     def fwd(inp: Any, probs: Any, routes: Any) -> tuple[Any, Any]:
-        value = None if probs is None else probs.value
         wanted = flag(inp), flag(probs)
         if is_wanted(wanted[0]):
-            _check_differentiable(_OP, inp.value)
-        out, permuted, found = forward(inp.value, value, routes.value)
+            _check_differentiable(op, inp.value)
+        out, permuted, found = forward(*values_of((inp, probs, routes)))
         table = found.row_id_map if isinstance(found, RowMap) else found
         return (out, permuted, found), (table, wanted)
 
     def bwd(kept: Any, cotangents: Any) -> Any:
         (row_id_map, (with_inp, with_probs)), (grad, grad_probs, _) = kept, cotangents
-        grad, has_rows = _known(grad, is_wanted(with_inp))
-        grad_probs, _ = _known(grad_probs, is_wanted(with_probs))
+        grad = _known(grad, is_wanted(with_inp))
+        grad_probs, has_rows = _known(grad_probs, is_wanted(with_probs)), grad is not None
         if not has_rows and grad_probs is None:
             return None, None, None
         if not has_rows:  # alone, beside rows of no columns
             grad = jnp.zeros((grad_probs.shape[0], 0), jnp.float32)
-        made, made_probs = permute_bwd(grad, row_id_map, grad_probs)
+        made, made_probs = backward(grad, row_id_map, grad_probs)
         return made if has_rows else None, made_probs, None
 
     run.defvjp(fwd, bwd, symbolic_zeros=True)
     return run
 
 
-def _known(cotangent: Any, is_needed: bool) -> tuple[Any, bool]:
-    """Returns a cotangent, None where it is not needed or known to be zero, and if there is one."""
-    if not is_needed or cotangent is None or isinstance(cotangent, SymbolicZero):
-        return None, False
-    return cotangent, True
+def _known(cotangent: Any, is_needed: bool) -> Any:
+    """Returns a cotangent, None where it is not needed or known to be zero."""
+    return cotangent if is_needed and not isinstance(cotangent, SymbolicZero) else None
 
 
 def _rows_of(
     name: str, inp: Any, probs: Any, row_id_map: Any, num_rows: int
 ) -> tuple[dict[str, Any], dict[str, Any], Any]:
     """Returns what a permutation reads and writes of rows and probs, and the dtype of the rows."""
-    inp = _matrix(_OP, inp)
+    inp = _checks.two_dimensional(_OP, "inp", inp)
     if num_rows < 0:
         raise ValueError(f"{_OP}: num_out_tokens must be at least 0, got {num_rows}")
     tokens, width = _map_shape(name, row_id_map)
@@ -246,13 +243,6 @@ def _rows_of(
         given["probs"] = _checked_probs(name, probs, matrix.dtype, (tokens, width))
         results["permuted_probs"] = _S((num_rows,), given["probs"].dtype)
     return given, results, inp.dtype
-
-
-def _matrix(op: str, inp: Any) -> jax.Array:
-    found = _checks.array(op, "inp", inp)
-    if found.ndim != 2:
-        raise ValueError(f"{op}: inp must have 2 dimensions, got shape {list(found.shape)}")
-    return found
 
 
 def _checked_rows(name: str, inp: jax.Array) -> jax.Array:
@@ -272,11 +262,10 @@ def _cast(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _checked_probs(name: str, probs: Any, dtype: Any, shape: tuple[int, ...]) -> jax.Array:
-    if dtype == jnp.uint8:
-        allowed: list[str] = list(_checks.FLOATS)
-    else:
+    allowed: Any = _checks.FLOATS
+    if dtype != jnp.uint8:
         allowed = list(dict.fromkeys(["float32", jnp.dtype(dtype).name]))
-    return _checks.has_shape(name, "probs", _checks.has_dtype(name, "probs", probs, allowed), shape)
+    return _checks.has_dtype(name, "probs", probs, allowed, shape)
 
 
 def _map_shape(name: str, row_id_map: Any) -> tuple[int, int]:
@@ -346,7 +335,7 @@ def unpermute(inp: jax.Array, row_id_map: jax.Array, probs: jax.Array | None = N
 
     Differentiable with respect to ``inp`` and ``probs``.
     """
-    return _unpermutation(_matrix("moe_unpermute", inp), row_id_map, probs)
+    return _unpermutation(_checks.two_dimensional("moe_unpermute", "inp", inp), row_id_map, probs)
 
 
 @jax.custom_vjp
@@ -385,8 +374,8 @@ def unpermute_bwd(
     inp = _checks.matrix(name, "inp", inp)
     tokens, width = _map_shape(name, row_id_map)
     probs = _checked_probs(name, probs, inp.dtype, (tokens, width))
-    grad = _checks.has_dtype(name, "grad_output", grad_output, [inp.dtype.name])
-    grad = _checks.has_shape(name, "grad_output", grad, (tokens, inp.shape[1]))
+    shape = tokens, inp.shape[1]
+    grad = _checks.has_dtype(name, "grad_output", grad_output, [inp.dtype.name], shape)
     given = {"grad_output": grad, "inp": inp, "probs": probs, "row_id_map": row_id_map}
     results = {"grad_inp": _S(inp.shape, inp.dtype), "grad_probs": _S(probs.shape, probs.dtype)}
     made = call(_OP, name, results, **given)
@@ -401,16 +390,13 @@ def make_chunk_map(split_sizes: jax.Array, sorted_index: jax.Array, num_rows: in
     when the program runs. On a GPU ``sort_chunks`` then writes zeros to rows that receive no row.
     """
     name = "moe_sort_chunks_map"
-    integers = ["int32", "int64"]
-    sizes = _checks.has_ndim(name, "split_sizes", split_sizes, 1, integers)
-    index = _checks.has_dtype(name, "sorted_index", sorted_index, integers)
-    index = _checks.has_shape(name, "sorted_index", index, sizes.shape)
-    if sizes.size > _MAX_CHUNKS:
+    chunks = _checks.array(name, "split_sizes", split_sizes).size
+    if chunks > _MAX_CHUNKS:
         raise NotImplementedError(
-            f"{name}: split_sizes must have at most {_MAX_CHUNKS} elements, got {sizes.size}"
+            f"{name}: split_sizes must have at most {_MAX_CHUNKS} elements, got {chunks}"
         )
-    results = {"chunk_map": _S((2, num_rows), jnp.int32)}
-    return call(_OP, name, results, split_sizes=sizes, sorted_index=index)["chunk_map"]
+    given = {"split_sizes": split_sizes, "sorted_index": sorted_index}
+    return whole_call(_OP, name, given, extents={"r": num_rows})["chunk_map"]
 
 
 @checked
@@ -425,43 +411,19 @@ def sort_chunks(
 
     Differentiable with respect to ``inp`` and ``probs``.
     """
-    inp = _matrix("moe_sort_chunks", inp)
+    inp = _checks.two_dimensional("moe_sort_chunks", "inp", inp)
 
-    def forward(inp: Any, probs: Any, chunk_map: Any) -> tuple[Any, Any]:
-        return _sorted(inp, probs, chunk_map, is_backward)
+    def forward(inp: Any, probs: Any, chunk_map: Any) -> tuple[Any, Any, Any]:
+        return *_sorted(inp, chunk_map, probs, is_backward), chunk_map
 
-    run = jax.custom_vjp(forward)
-
-    def fwd(inp: Any, probs: Any, chunk_map: Any) -> tuple[Any, Any]:
-        if inp.perturbed:
-            _check_differentiable("moe_sort_chunks", inp.value)
-        value = None if probs is None else probs.value
-        return forward(inp.value, value, chunk_map.value), chunk_map.value
-
-    def bwd(chunk_map: Any, cotangents: Any) -> Any:
-        grad, has_rows = _known(cotangents[0], True)
-        grad_probs, has_probs = _known(cotangents[1], True)
-        if not has_rows and not has_probs:
-            return None, None, None
-        if not has_rows:
-            grad = jnp.zeros((chunk_map.shape[1], 0), jnp.float32)
-        made, made_probs = _sorted(grad, grad_probs, chunk_map, not is_backward)
-        return made if has_rows else None, made_probs, None
-
-    run.defvjp(fwd, bwd, symbolic_zeros=True)
-    return run(inp, probs, chunk_map)
+    backward = functools.partial(_sorted, is_backward=not is_backward)
+    out, permuted, _ = _permutation("moe_sort_chunks", forward, backward)(inp, probs, chunk_map)
+    return out, permuted
 
 
-def _sorted(inp: Any, probs: Any, chunk_map: Any, is_backward: bool) -> tuple[Any, Any]:
+def _sorted(inp: Any, chunk_map: Any, probs: Any, is_backward: bool) -> tuple[Any, Any]:
     """Computes ``sort_chunks``, without a gradient."""
     name = "moe_sort_chunks"
-    matrix = _checked_rows(name, inp)
-    rows = matrix.shape[0]
-    table = _checks.has_dtype(name, "chunk_map", chunk_map, ["int32"])
-    given = {"inp": matrix, "chunk_map": _checks.has_shape(name, "chunk_map", table, (2, rows))}
-    results = {"out": _S(matrix.shape, matrix.dtype)}
-    if probs is not None:
-        given["probs"] = _checked_probs(name, probs, jnp.uint8, (rows,))
-        results["permuted_probs"] = _S((rows,), given["probs"].dtype)
-    made = call(_OP, name, results, **given, is_backward=bool(is_backward))
+    given = {"inp": _checked_rows(name, inp), "probs": probs, "chunk_map": chunk_map}
+    made = whole_call(_OP, name, given, is_backward=bool(is_backward))
     return _cast(made["out"], inp.dtype), made.get("permuted_probs")

@@ -203,8 +203,8 @@ def _columns(
         for name, arrays in lists.items():
             allowed = _checks.FLOATS if name in ("params", "grads") else ("float32",)
             place = f"{name}[{i}]"
-            x = _checks.has_dtype(function, place, arrays[i], allowed)
-            found[name].append(_checks.has_shape(function, place, x, jnp.shape(params[i])))
+            shape = jnp.shape(params[i])
+            found[name].append(_checks.has_dtype(function, place, arrays[i], allowed, shape))
     return found
 
 

@@ -5,7 +5,6 @@ Orders of heads are those of ``apex_te.ops.qkv_cast``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +12,7 @@ import jax
 from . import _checks
 from ._checked import checked
 from ._contract import local_call, run
-from ._rows import rowwise as over_rows
+from ._rows import rowwise_by_name
 from .fp8_output import FP8Output, wanted
 
 __all__ = ["QkvGradOutput", "qkv_cast_grad", "qkv_cast_weight"]
@@ -41,15 +40,11 @@ def qkv_cast_weight(
 ) -> FP8Output:
     """Casts an interleaved weight as ``cast_transpose`` does, and sorts the rowwise copy's rows.
 
-    The result's ``amax`` is the maximum of the given one and max |weight|. The columns may be
-    sharded over devices.
+    The columns may be sharded over devices.
     """
     name = "qkv_cast_weight"
     dtype = _checks.fp8_dtype_of(name, fp8_dtype, fnuz=True)
-    found = _checks.array(name, "weight", weight)
-    if found.ndim != 2:
-        raise ValueError(f"{name}: weight must have 2 dimensions, got shape {list(found.shape)}")
-    weight = _checks.has_dtype(name, "weight", found, _checks.FLOATS)
+    weight = _checks.matrix_to_cast(name, weight, "weight")
     rows = weight.shape[0]
     if repeats < 0 or groups < 1 or rows % ((repeats + 2) * groups):
         raise ValueError(
@@ -61,9 +56,8 @@ def qkv_cast_weight(
         ["out_columnwise"] * bool(columnwise) + ["scale_inv"], dtypes={"F": dtype},
         repeats=repeats, groups=groups,
     )  # fmt: skip
-    return FP8Output(
-        out["out_rowwise"], out.get("out_columnwise"), out["scale_inv"], out.get("amax")
-    )
+    copies = out["out_rowwise"], out.get("out_columnwise")
+    return FP8Output(*copies, out["scale_inv"], out.get("amax"))
 
 
 @checked
@@ -82,46 +76,28 @@ def qkv_cast_grad(
 ) -> QkvGradOutput:
     """Joins the gradients of queries, keys and values and casts them as ``cast_transpose`` does.
 
-    The result's ``amax`` is the maximum of the given one and the gradient's magnitudes. Tokens may
-    be sharded over devices.
+    Tokens may be sharded over devices.
     """
     name = "qkv_cast_grad"
     dtype = _checks.fp8_dtype_of(name, fp8_dtype, fnuz=True)
-    given = {**_heads(name, queries, keys, values), **_scalars(name, scale, amax)}
+    given = _heads(name, queries, keys, values)
+    given["scale"] = _checks.is_scalar(name, "scale", scale)
+    if amax is not None:
+        given["amax"] = _checks.is_scalar(name, "amax", amax)
     dims = {"rowwise": "r c", "columnwise": "c r", "scale_inv": "_", "amax": "^", "dbias": "+ c"}
     names = [*wanted(name, rowwise, columnwise), "scale_inv"]
     names += [*(() if amax is None else ("amax",)), *(("dbias",) if with_dbias else ())]
 
-    def body(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        tensors = dict(zip(given, arrays, strict=True))
+    def body(tensors: dict[str, jax.Array]) -> dict[str, jax.Array]:
         heads = {n: tensors[n][:, None] for n in ("queries", "keys", "values") if n in tensors}
-        made = local_call(
+        return local_call(
             _OP, name, tensors | heads, names, {"F": dtype}, interleaved=bool(interleaved)
         )
-        return tuple(made[each] for each in names)
 
     read = {"queries": "r q s", "keys": "r g s", "values": "r g s"}
-    made = over_rows(name, _rule(given, read, names, dims), body)(*given.values())
-    out = dict(zip(names, made, strict=True))
-    return QkvGradOutput(
-        FP8Output(*(out.get(each) for each in FP8Output._fields)), out.get("dbias")
-    )
-
-
-def _scalars(function: str, scale: Any, amax: Any) -> dict[str, jax.Array]:
-    """Returns the scale, and the amax if there is one, by parameter."""
-    found = {"scale": _checks.is_scalar(function, "scale", scale)}
-    if amax is not None:
-        found["amax"] = _checks.is_scalar(function, "amax", amax)
-    return found
-
-
-def _rule(
-    given: Mapping[str, Any], read: Mapping[str, str], names: list[str], dims: Mapping[str, str]
-) -> str:
-    """Returns the rule of a call."""
-    operands = ", ".join(f"{name}: {read.get(name, '_')}" for name in given)
-    return f"{operands} -> {', '.join(f'{name}: {dims[name]}' for name in names)}"
+    out = rowwise_by_name(name, given, read, {each: dims[each] for each in names}, body)
+    output = FP8Output(*(out.get(each) for each in FP8Output._fields))
+    return QkvGradOutput(output, out.get("dbias"))
 
 
 def _heads(function: str, queries: Any, keys: Any, values: Any) -> dict[str, jax.Array]:
@@ -139,8 +115,7 @@ def _heads(function: str, queries: Any, keys: Any, values: Any) -> dict[str, jax
     model = _checks.has_dtype(function, "keys", found["keys"], _checks.FLOATS)
     outer, inner, groups, size = model.shape
     same = [model.dtype.name]
-    values = _checks.has_dtype(function, "values", found["values"], same)
-    _checks.has_shape(function, "values", values, model.shape)
+    _checks.has_dtype(function, "values", found["values"], same, model.shape)
     if queries is not None:
         heads = found["queries"].shape[2]
         if not groups or heads < groups or heads % groups:
@@ -148,7 +123,7 @@ def _heads(function: str, queries: Any, keys: Any, values: Any) -> dict[str, jax
                 f"{function}: queries must have a multiple of the {groups} heads of keys, got"
                 f" {heads}"
             )
-        queries = _checks.has_dtype(function, "queries", found["queries"], same)
-        _checks.has_shape(function, "queries", queries, (outer, inner, heads, size))
+        shape = outer, inner, heads, size
+        _checks.has_dtype(function, "queries", found["queries"], same, shape)
     order = [name for name in ("queries", "keys", "values") if name in found]
     return {name: found[name].reshape(outer * inner, *found[name].shape[2:]) for name in order}

@@ -13,7 +13,7 @@ from .._call import call
 from . import _checks
 from ._checked import checked
 from ._gradient import materialised
-from ._rows import rowwise
+from ._rows import rowwise_by_name
 
 __all__ = ["rope"]
 
@@ -108,8 +108,7 @@ def _check_places(
             raise ValueError(f"{name}: cu_seqlens must have batch + 1 elements, got none")
         count = bounds.size - 1
     if "starts" in places:
-        starts = _checks.has_dtype(name, "starts", places["starts"], ["int32", "int64"])
-        _checks.has_shape(name, "starts", starts, (count,))
+        _checks.has_dtype(name, "starts", places["starts"], ["int32", "int64"], (count,))
     needed = 0 if places else x.shape[tokens]
     if not 0 <= start <= _FARTHEST or (needed and needed > length - start):
         raise ValueError(
@@ -125,14 +124,11 @@ def _differentiable(
     """Returns the rotation of (x, the other tensors by parameter), differentiable in x alone."""
 
     def rotated(function: str, x: Any, others: dict[str, Any]) -> Any:
-        inputs = {"x": x, **others}
-
-        def body(*arrays: jax.Array) -> tuple[jax.Array]:
-            given = dict(zip(inputs, arrays, strict=True))
+        def body(given: dict[str, jax.Array]) -> dict[str, jax.Array]:
             results = {"out": jax.ShapeDtypeStruct(given["x"].shape, x.dtype)}
             options = {"rotary_dim": rotary_dim, "start": start, "interleaved": interleaved}
             options["layout"] = _LAYOUTS.index(layout)
-            return (call("rope", function, results, **given, **options)["out"],)
+            return call("rope", function, results, **given, **options)
 
         dims = dict.fromkeys(others, "p c") | {"x": _RULES[layout], "cu_seqlens": "s"}
         dims["starts"] = "s" if layout == "thd" else "r"
@@ -141,12 +137,9 @@ def _differentiable(
         is_whole = len(tables) == len(others) and start == 0
         is_whole = is_whole and all(len(others[n]) == x.shape[layout == "bshd"] for n in tables)
         dims |= dict.fromkeys(tables if is_whole else (), "s c")
-        rule = ", ".join(f"{name}: {dims[name]}" for name in inputs)
-        rule = f"{rule} -> out: {_RULES[layout]}"
-        (out,) = rowwise(function, rule, body, split="r h s" if is_whole else "r h")(
-            *inputs.values()
-        )
-        return out
+        inputs, written = {"x": x, **others}, {"out": _RULES[layout]}
+        split = "r h s" if is_whole else "r h"
+        return rowwise_by_name(function, inputs, dims, written, body, split=split)["out"]
 
     @jax.custom_vjp
     def rotation(x: Any, others: dict[str, Any]) -> Any:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from . import _checks
 from ._checked import checked
 from ._contract import run
-from ._gradient import materialised
+from ._gradient import materialised, values_of
 
 __all__ = ["scaled_softmax", "scaled_softmax_bwd", "scaled_softmax_fwd"]
 
@@ -40,7 +40,7 @@ def _differentiable(scale: float, causal: str | None) -> Callable[..., Any]:
         return scaled_softmax_fwd(x, scale, mask, causal=causal)
 
     def fwd(x: Any, mask: Any) -> tuple[Any, Any]:
-        y = softmax(x.value, None if mask is None else mask.value)
+        y = softmax(*values_of((x, mask)))
         return y, y
 
     def bwd(y: Any, dy: Any) -> Any:

@@ -13,7 +13,7 @@ from ...runtime.op_options import ACTIVATIONS, ClampedSwiglu, gate_arguments
 from . import _checks
 from ._checked import checked
 from ._gated_arrays import GatedArrays, call_gated, gated_arrays
-from ._gradient import flag, gradient_of, is_wanted, materialised
+from ._gradient import keeping_inputs
 from .fp8_output import FP8Output
 
 __all__ = [
@@ -63,32 +63,16 @@ def swiglu(
 def _differentiable(activation: str | ClampedSwiglu, axis: int) -> Callable[..., Any]:
     options: dict[str, Any] = {"activation": activation, "axis": axis}
 
-    @jax.custom_vjp
-    def gated(input: Any, up: Any, bias: Any, up_bias: Any) -> Any:
-        return swiglu_fwd(input, up, bias, up_bias, **options)
-
-    def fwd(*primals: Any) -> tuple[Any, Any]:
-        values = tuple(None if p is None else p.value for p in primals)
-        return swiglu_fwd(*values, **options), (values, [flag(p) for p in primals[2:]])
-
-    def bwd(kept: Any, dy: Any) -> Any:
-        values, flags = kept
-        with_dbias = any(map(is_wanted, flags))
+    def backward(dy: Any, values: Any, wanted: Any) -> tuple[Any, ...]:
         x, up, bias, up_bias = values
-        given = gated_arrays("swiglu_bwd", activation, axis, x, up, bias, up_bias, materialised(dy))
-        made = _gradients(given, with_dbias)
+        given = gated_arrays("swiglu_bwd", activation, axis, x, up, bias, up_bias, dy)
+        made = _gradients(given, any(wanted[2:]))
         dbias, dup_bias = made.dbias, None
         if dbias is not None and up_bias is not None:
             dbias, dup_bias = jnp.split(dbias, 2)
-        return (
-            gradient_of(x, made.input),
-            gradient_of(up, made.up),
-            gradient_of(bias, dbias),
-            gradient_of(up_bias, dup_bias),
-        )
+        return made.input, made.up, dbias, dup_bias
 
-    gated.defvjp(fwd, bwd, symbolic_zeros=True)
-    return gated
+    return keeping_inputs(functools.partial(swiglu_fwd, **options), backward)
 
 
 @checked
@@ -123,8 +107,7 @@ def swiglu_fwd_fp8(
 ) -> FP8Output:
     """Quantizes the float32 result y of ``swiglu``: q = saturating_cast(y * scale).
 
-    The result's ``amax`` is the maximum of the given one and max |y|, NaN counting as largest. With
-    ``axis`` -2 the copies are [..., F] and [F, ...].
+    With ``axis`` -2 the copies are [..., F] and [F, ...].
     """
     given = gated_arrays("swiglu_fwd_fp8", activation, axis, input, up, bias, up_bias, to_fp8=True)
     sides = {"rowwise": "r f" if rowwise else None, "columnwise": "f r" if columnwise else None}
@@ -168,10 +151,8 @@ def swiglu_bwd_fp8(
 ) -> SwigluFP8Grads:
     """Quantizes the float32 gradients of gate and up, concatenated to a matrix [M, 2F].
 
-    The matrix has this form even if gate and up are given as two arrays.
-
-    The result's ``amax`` is the maximum of the given one and the gradients' magnitudes. With
-    ``axis`` -2 the copies are [..., 2, F] and [2, F, ...].
+    The matrix has this form even if gate and up are given as two arrays. With ``axis`` -2 the
+    copies are [..., 2, F] and [2, F, ...].
     """
     given = gated_arrays(
         "swiglu_bwd_fp8", activation, axis, input, up, bias, up_bias, grad_output, to_fp8=True

@@ -69,32 +69,25 @@ def fused_adam(
         ValueError: an option is out of range. Steps raise it if a shape or structure does not
             match.
     """
-    name = "fused_adam"
-    op = functools.partial(
-        multi_tensor_optim.adam,
-        betas=(number(name, "b1", b1, 1.0), number(name, "b2", b2, 1.0)),
-        eps=number(name, "eps", eps),
-        adamw=adam_w_mode,
-        bias_correction=bias_correction,
-    )
-    decay = number(name, "weight_decay", weight_decay)
-    return moments_transformation(name, op, learning_rate, decay, mask, master_weights)
+    return moments_transformation(
+        "fused_adam", multi_tensor_optim.adam, learning_rate, (b1, b2), eps, weight_decay, mask,
+        master_weights, adamw=adam_w_mode, bias_correction=bias_correction,
+    )  # fmt: skip
 
 
 def moments_transformation(
-    name: str,
-    op: Callable[..., multi_tensor_optim.AdamStep],
-    learning_rate: Any,
-    weight_decay: float,
-    mask: Any,
-    master_weights: bool,
-    prepare: Callable[[list[Any]], dict[str, Any]] | None = None,
-) -> FusedTransformation:
+    name: str, op: Callable[..., multi_tensor_optim.AdamStep], learning_rate: Any,
+    betas: tuple[float, float], eps: float, weight_decay: float, mask: Any, master_weights: bool,
+    prepare: Callable[[list[Any]], dict[str, Any]] | None = None, **options: Any,
+) -> FusedTransformation:  # fmt: skip
     """Makes the transformation of an optimizer that keeps two moments of the gradients.
 
     ``prepare`` is a function of the list of gradients that returns more arguments for ``op``, a
     step such as ``multi_tensor_optim.adam``.
     """
+    b1, b2 = (number(name, f"b{i}", beta, 1.0) for i, beta in enumerate(betas, 1))
+    op = functools.partial(op, betas=(b1, b2), eps=number(name, "eps", eps), **options)
+    weight_decay = number(name, "weight_decay", weight_decay)
     if not callable(learning_rate):
         rate_at(name, learning_rate, jnp.zeros([], jnp.int32))  # checks a number
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -52,20 +51,13 @@ def fused_lamb(
     """
     name = "fused_lamb"
     limit = number(name, "max_grad_norm", max_grad_norm)
-    op = functools.partial(
-        multi_tensor_optim.lamb,
-        betas=(number(name, "b1", b1, 1.0), number(name, "b2", b2, 1.0)),
-        eps=number(name, "eps", eps),
-        adamw=adam_w_mode,
-        bias_correction=bias_correction,
-        grad_averaging=grad_averaging,
-        nvlamb=use_nvlamb,
-        max_grad_norm=limit,
-    )
 
     def norm(grads: list[Any]) -> dict[str, Any]:
         """Returns the norm of all gradients, if it is limited."""
         return {"grad_norm": multi_tensor_optim.l2norm(grads)} if limit and grads else {}
 
-    decay = number(name, "weight_decay", weight_decay)
-    return moments_transformation(name, op, learning_rate, decay, mask, master_weights, norm)
+    return moments_transformation(
+        name, multi_tensor_optim.lamb, learning_rate, (b1, b2), eps, weight_decay, mask,
+        master_weights, norm, adamw=adam_w_mode, bias_correction=bias_correction,
+        grad_averaging=grad_averaging, nvlamb=use_nvlamb, max_grad_norm=limit,
+    )  # fmt: skip

@@ -17,15 +17,9 @@ from ..ops.fp8_output import sides
 class Quantized(NamedTuple):
     """FP8 data of an array as a matrix [rows, cols]; a field that was not asked for is None.
 
-    Rows and columns may stand for several dimensions each.
-
-    Attributes:
-        rowwise: FP8 [rows, cols].
-        rowwise_scale_inv: scale_inv of ``rowwise``.
-        columnwise: the transpose, FP8 [cols, rows].
-        columnwise_scale_inv: scale_inv of ``columnwise``.
-        amax: one float32 element; None for schemes without state.
-        dbias: [cols] in the matrix's dtype, the sums of its columns.
+    Rows and columns may stand for several dimensions each; ``columnwise`` is the transpose.
+    ``amax`` is one float32 element, None for schemes without state. ``dbias`` [cols] in the
+    matrix's dtype are the sums of its columns.
     """
 
     rowwise: jax.Array | None

@@ -50,6 +50,7 @@ class GroupQuantizer:
     keeps_state = False
 
     def __init__(self, recipe: Any) -> None:
+        self._recipe = recipe
         forward, backward = recipe.fp8_format.value.dtype_names
         self._dtypes = {"input": forward, "weight": forward, "grad": backward}
 
@@ -122,11 +123,11 @@ class Delayed(GroupQuantizer):
         return GroupScales(scale, amax=jnp.zeros(groups.num_groups, jnp.float32))
 
     def multiply(self, product: str, a: Any, b: Any, groups: Groups, dtype: Any) -> jax.Array:
-        operands = a[0], a[1], b[0], b[1], groups, self._fast[product]
+        operands = *a, *b, groups, self._fast[product]
         return grouped_gemm.scaled_multiply_groups(*operands).astype(dtype)
 
     def contract(self, x: Any, dy: Any, groups: Groups, dtype: Any, wide: bool) -> jax.Array:
-        operands = x[0], x[1], dy[0], dy[1], groups.column_ends, self._fast["wgrad"], wide
+        operands = *x, *dy, groups.column_ends, self._fast["wgrad"], wide
         return grouped_gemm.scaled_contract_groups(*operands).astype(dtype)
 
 
@@ -135,13 +136,10 @@ class Current(Delayed):
 
     keeps_state = False
 
-    def __init__(self, recipe: Any) -> None:
-        super().__init__(recipe)
-        self._options: dict[str, Any] = {"eps": recipe.eps, "pow2": recipe.pow2}
-
     def _scaling(self, source: Any, role: str, groups: Groups, scale: Any) -> Any:
-        amax, dtype = self.amax(source, role, groups), self._dtypes[role]
-        return GroupScales(*grouped_quantize.scales_of(amax, dtype, **self._options))
+        amax, dtype, recipe = self.amax(source, role, groups), self._dtypes[role], self._recipe
+        made = grouped_quantize.scales_of(amax, dtype, eps=recipe.eps, pow2=recipe.pow2)
+        return GroupScales(*made)
 
 
 def _repeats_rows(source: Gather) -> bool:
@@ -167,11 +165,11 @@ class Block(GroupQuantizer):
         return _cast_of(cast(stack, dtype, groups=groups, **self._options, **copies))
 
     def multiply(self, product: str, a: Any, b: Any, groups: Groups, dtype: Any) -> jax.Array:
-        operands = a[0], a[1], b[0], b[1], groups
+        operands = *a, *b, groups
         return grouped_gemm.block_multiply_groups(*operands).astype(dtype)
 
     def contract(self, x: Any, dy: Any, groups: Groups, dtype: Any, wide: bool) -> jax.Array:
-        operands = x[0], x[1], dy[0], dy[1], groups, wide
+        operands = *x, *dy, groups, wide
         return grouped_gemm.block_contract_groups(*operands).astype(dtype)
 
 
@@ -183,13 +181,9 @@ class MX(GroupQuantizer):
 
     _block = 32
 
-    def __init__(self, recipe: Any) -> None:
-        super().__init__(recipe)
-        self._rounding = recipe.rounding
-
     def _cast(self, x: jax.Array, role: str, columnwise: bool) -> tuple[Any, Any]:
         sides = {"rowwise": not columnwise, "columnwise": columnwise}
-        made = mx_quantize(x, self._dtypes[role], rounding=self._rounding, **sides)
+        made = mx_quantize(x, self._dtypes[role], rounding=self._recipe.rounding, **sides)
         return (made[2], made[3]) if columnwise else (made[0], made[1])
 
     def rows(
@@ -227,7 +221,7 @@ class MX(GroupQuantizer):
 
     def contract(self, x: Any, dy: Any, groups: Groups, dtype: Any, wide: bool) -> jax.Array:
         aligned = Alignment.of(groups, self._block)
-        whole = aligned.as_groups()
+        whole = grouped_quantize.groups_of(aligned.ends - aligned.begins, aligned.rows)
         made = grouped_gemm.contract_groups(_decoded(*x), _decoded(*dy).T, whole, True)
         return made.astype(dtype)
 

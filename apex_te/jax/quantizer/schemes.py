@@ -28,6 +28,7 @@ class _FP8(Quantizer):
     """Base of quantizers to a recipe's FP8 dtypes."""
 
     def __init__(self, recipe: Any) -> None:
+        self._recipe = recipe
         forward, backward = recipe.fp8_format.value.dtype_names
         self._dtypes = {"input": forward, "weight": forward, "grad": backward}
 
@@ -148,12 +149,8 @@ class _MX(_FP8):
 
     block = 32
 
-    def __init__(self, recipe: Any) -> None:
-        super().__init__(recipe)
-        self._rounding = recipe.rounding
-
     def _cast(self, x: jax.Array, role: str, scale: Any, **wanted: Any) -> Quantized:
-        made = mx_quantize(x, self._dtypes[role], rounding=self._rounding, **wanted)
+        made = mx_quantize(x, self._dtypes[role], rounding=self._recipe.rounding, **wanted)
         return Quantized(*made, None, None)
 
     def _multiply(self, product: str, *operands: jax.Array, **options: Any) -> jax.Array:
