@@ -8,13 +8,13 @@ import doc_blocks
 import pytest
 import torch
 
-LONG = {"docs/parallelism.md"}  # starts ranks, for ten seconds
+LONG = ("docs/parallelism.md", "docs/guides/long_context.md")  # start ranks, for ten seconds each
 
 
 @pytest.mark.parametrize(
     "run",
     [
-        pytest.param(run, marks=pytest.mark.long if str(run) in LONG else ())
+        pytest.param(run, marks=pytest.mark.long if str(run).startswith(LONG) else ())
         for run in doc_blocks.runs(slow=False)
     ],
     ids=str,
