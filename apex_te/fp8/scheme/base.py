@@ -78,6 +78,8 @@ class Layout:
     is unchanged if its values are saved and loaded. This is not so for recipes without
     ``Scheme.restores`` and for scales that were given, whose weights are saved as data and scales.
 
+    In the methods ``quantizer`` is the recipe's ``Quantizer`` of weights, ``held`` a stored weight.
+
     Attributes:
         block_rows, block_cols: number of rows and columns that share a scale; 0 if all do.
         exact: True if the values give the same columnwise data as the original weight.
@@ -110,20 +112,40 @@ class Layout:
         return quantizer.quantize(x, True, False)[0]
 
     def quantize_part(self, quantizer: Any, x: torch.Tensor, amax: torch.Tensor) -> QuantizedTensor:
-        """Returns the rowwise copy of a part of a weight, with the amax of the whole weight."""
+        """Returns the rowwise copy of a part of a weight, with the scale of the whole weight.
+
+        Args:
+            quantizer: the weight's quantizer.
+            x: ``[rows, cols]``, the part, in fp32, fp16 or bf16.
+            amax: fp32 ``[1]``, that of the whole weight.
+
+        Raises:
+            NotImplementedError: a weight of this layout does not have one scale.
+        """
         raise NotImplementedError
 
     def columnwise(
         self, quantizer: Any, held: QuantizedTensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the columnwise data ``[cols, rows]`` and ``scale_inv`` of a stored weight."""
+        """Returns the columnwise data ``[cols, rows]`` and ``scale_inv`` of a stored weight.
+
+        Args:
+            quantizer: the weight's quantizer.
+            held: its rowwise copy.
+        """
         made = quantizer.quantize(quantizer.dequantize(held, self.decoded), False, True)[0]
         assert made.columnwise is not None
         assert made.columnwise_scale_inv is not None
         return made.columnwise, made.columnwise_scale_inv
 
     def dequantize(self, quantizer: Any, held: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
-        """Returns the values of a stored weight, decoded from its rowwise copy."""
+        """Returns the values ``[rows, cols]`` of a stored weight in ``dtype``.
+
+        Args:
+            quantizer: the weight's quantizer.
+            held: its rowwise copy, which is decoded.
+            dtype: floating-point dtype of the result.
+        """
         return quantizer.dequantize(held, dtype)
 
     def quantize_stack(self, quantizer: Any, x: torch.Tensor) -> QuantizedTensor | None:
@@ -172,7 +194,13 @@ class Layout:
     def gathered(
         self, fp8_data: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype
     ) -> QuantizedTensor:
-        """Returns the rowwise copy of the weight that is made of all ranks' shards."""
+        """Returns the rowwise copy of the weight that is made of all ranks' shards.
+
+        Args:
+            fp8_data: ``[rows, cols]``, of ``dtype``.
+            scale_inv: those of the weight, in the shape that ``Layout.scale_inv`` returns.
+            dtype: FP8 dtype.
+        """
         return QuantizedTensor(fp8_data, scale_inv, None, None, dtype)
 
 
@@ -606,7 +634,13 @@ class GroupQuantizer:
     def quantize(
         self, x: torch.Tensor, groups: Groups, rowwise: bool = True, columnwise: bool = True
     ) -> GroupedOutput:
-        """Returns FP8 copies of rows, sorted by group, with one scale for each group."""
+        """Returns FP8 copies of rows, sorted by group, with one scale for each group.
+
+        Args:
+            x: ``[rows, cols]``, the rows sorted by group.
+            groups: their groups, on the device.
+            rowwise, columnwise: the copies to make.
+        """
         scale, scale_inv, amax = self.scaling(GroupRows(x, groups))
         return quantize_groups(
             x, groups, scale, self.dtype, rowwise=rowwise, columnwise=columnwise, amax=amax,
@@ -641,7 +675,15 @@ class GroupQuantizer:
         columnwise: bool = True,
         scales: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> GroupedOutput:
-        """Returns FP8 copies of matrices; with ``groups``, only of those whose groups have rows."""
+        """Returns FP8 copies of matrices; with ``groups``, only of those whose groups have rows.
+
+        Args:
+            matrices: ``[rows, cols]`` each, one for each group, or a stack of them.
+            groups: groups of the rows that the matrices multiply; None casts all matrices.
+            rowwise, columnwise: the copies to make.
+            scales: scale and ``scale_inv``, fp32 ``[groups]``, from ``kept_scales``; None finds
+                them.
+        """
         if scales is None:
             scale, scale_inv, amax = self.scaling(GroupMatrices(matrices, groups))
         else:
@@ -673,7 +715,13 @@ class GroupQuantizer:
     def scaling(
         self, source: GroupRows | GroupSource | GroupMatrices
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Returns scales, ``scale_inv`` or None, and the tensor for amax values or None."""
+        """Returns what the casts of a call read and write.
+
+        Returns:
+            scale: fp32 ``[groups]``.
+            scale_inv: fp32 ``[groups]``, or None if each is ``1 / scale``.
+            amax: fp32 ``[groups]``, in which to record amax values, or None.
+        """
         raise NotImplementedError
 
 
