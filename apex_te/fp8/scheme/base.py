@@ -418,6 +418,7 @@ class Quantizer:
         Args:
             x: ``[rows, cols]``, the rows.
             amax: fp32 ``[1]``, of the whole matrix; None if ``needs_whole_amax`` is False.
+            keep: True if a first scale that is computed from ``amax`` stays in the FP8 state.
 
         Returns:
             fp8_data: rowwise FP8 data ``[rows, cols]``.
@@ -479,7 +480,11 @@ class Quantizer:
     def dequantize(
         self, quantized: QuantizedTensor, dtype: torch.dtype = torch.float32
     ) -> torch.Tensor:
-        """Returns the values ``[rows, cols]`` of ``quantized``, decoded from one of its copies."""
+        """Returns the values ``[rows, cols]`` of ``quantized``, decoded from one of its copies.
+
+        Raises:
+            ValueError: ``quantized`` has neither copy.
+        """
         if quantized.rowwise is not None:
             return self._decode(quantized.rowwise, quantized.rowwise_scale_inv, dtype)
         if quantized.columnwise is None:
@@ -557,7 +562,12 @@ class Quantizer:
 
 
 def shared_scale(out: Any, dtype: torch.dtype) -> QuantizedTensor:
-    """Returns an op's output whose copies have one scale as a QuantizedTensor."""
+    """Returns an op's output whose copies have one scale as a QuantizedTensor.
+
+    Args:
+        out: the output, with ``rowwise``, ``columnwise`` and ``scale_inv``.
+        dtype: FP8 dtype of the data.
+    """
     return QuantizedTensor(out.rowwise, out.scale_inv, out.columnwise, out.scale_inv, dtype)
 
 
@@ -808,7 +818,11 @@ class Scheme:
     def build(
         self, recipe: Any, slots: Slots | None, gemms: int, device: torch.device
     ) -> QuantizerSets:
-        """Builds a module's quantizers; here all GEMMs and kinds of forward share them."""
+        """Builds a module's quantizers; here all GEMMs and kinds of forward share them.
+
+        Args:
+            recipe, slots, gemms, device: as in ``build_quantizers``.
+        """
         inp, weight, grad_output = self.gemm_quantizers(recipe, device)
         backend = self.gemm_backend(recipe, device)
         backward = getattr(recipe, "backward", None)
@@ -824,7 +838,7 @@ class Scheme:
     def gemm_quantizers(
         self, recipe: Any, device: torch.device
     ) -> tuple[Quantizer, Quantizer, Quantizer]:
-        """Makes the quantizers of a GEMM, for a scheme without state."""
+        """Makes the quantizers of input, weight and grad_output, for a scheme without state."""
         raise NotImplementedError
 
     def stored_recipe(self, recipe: Any) -> Recipe:
@@ -840,7 +854,11 @@ _schemes: dict[str, Scheme] = {}
 
 
 def scheme_of(recipe: Recipe) -> Scheme:
-    """Returns the scheme of ``recipe``; imports the scheme's file if that was not imported yet."""
+    """Returns the scheme of ``recipe``; imports the scheme's file if that was not imported yet.
+
+    Raises:
+        ValueError: ``recipe.quantizer`` names neither a registered scheme nor a file of schemes.
+    """
     name = recipe.quantizer
     if name not in _schemes:
         where = f"{__package__}.{name}"
@@ -860,7 +878,14 @@ def scheme_of(recipe: Recipe) -> Scheme:
 def build_quantizers(
     recipe: Recipe, slots: Slots | None, gemms: int, device: torch.device
 ) -> QuantizerSets:
-    """Builds a module's quantizers; ``slots`` is None for a recipe without state."""
+    """Builds a module's quantizers by the scheme of the recipe.
+
+    Args:
+        recipe: the region's recipe.
+        slots: the module's FP8 state; None for a recipe without state.
+        gemms: number of GEMMs of the module.
+        device: the operands' device.
+    """
     return scheme_of(recipe).build(recipe, slots, gemms, device)
 
 
@@ -874,7 +899,11 @@ def stored_recipe(recipe: Recipe) -> Recipe:
 
 
 def layout_of(recipe: Recipe) -> Layout:
-    """Returns the form in which weights quantized with ``recipe`` are stored."""
+    """Returns the form in which weights quantized with ``recipe`` are stored.
+
+    Raises:
+        NotImplementedError: the recipe's scheme has no such form.
+    """
     layout = scheme_of(recipe).layout
     if layout is None:
         raise NotImplementedError(

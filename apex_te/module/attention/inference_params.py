@@ -419,7 +419,15 @@ class Cached(NamedTuple):
     key_starts: torch.Tensor | None = None
 
     def mask_type(self, owner: str, name: str) -> str:
-        """Returns the mask type with which the new tokens also attend to the cached tokens."""
+        """Returns the mask type with which the new tokens also attend to the cached tokens.
+
+        Args:
+            owner: name of the module in errors.
+            name: the mask type of the call.
+
+        Raises:
+            ValueError: ``name`` is ``"arbitrary"``, and ``pre_step`` has announced the tokens.
+        """
         if self.step is None:
             return f"{name}_bottom_right" if name in ("causal", "padding_causal") else name
         if name == "arbitrary":
@@ -449,7 +457,19 @@ def extended(
     qkv_format: str,
     training: bool = True,
 ) -> Cached:
-    """Caches new keys and values of a layer; returns them after those of earlier tokens."""
+    """Caches new keys and values of a layer; returns them after those of earlier tokens.
+
+    Args:
+        owner: name of the module in errors.
+        params: the cache.
+        layer: the layer's number.
+        keys, values: new ones, [s, b, g, d], [b, s, g, d] or [t, g, d] as ``qkv_format`` says.
+        training: the module is in training mode, where keys must not require grad.
+
+    Raises:
+        ValueError: ``layer`` is None, gradients are recorded, or the cache has too little room.
+        RuntimeError: a CUDA graph is captured before ``pre_step`` or a first run.
+    """
     if layer is None:
         raise ValueError(f"{owner}: layer_number must be given for inference_params, got None")
     if training and torch.is_grad_enabled() and keys.requires_grad:

@@ -42,6 +42,12 @@ class RotaryPositionEmbedding(torch.nn.Module):
 
     Attributes:
         inv_freq: float32 buffer [dim / 2], the angles of position 1.
+
+    Raises:
+        TypeError: an argument has a wrong type.
+        ValueError: ``dim`` is odd or below 2, or another number is out of range.
+
+    Source: RoFormer (arXiv 2104.09864); names follow TransformerEngine's RotaryPositionEmbedding.
     """
 
     inv_freq: torch.Tensor
