@@ -14,8 +14,8 @@ from ._lists import CHUNK, ListOptimizer, grads_of
 class FusedLARS(ListOptimizer):
     """LARS (arXiv 1708.03888): SGD with a learning rate for each tensor.
 
-    That is ``lr * trust_coefficient * |p| / (|g| + weight_decay * |p| + eps)``, and ``lr`` if one
-    of both norms is 0 or if the group has the option ``is_skipped=True``. The state of a parameter
+    That is ``lr * trust_coefficient * |p| / (|g| + weight_decay * |p| + eps)``, and ``lr`` if a
+    norm is 0 or if the group has the option ``is_skipped=True``. The state of a parameter
     is ``momentum_buffer``, in its dtype.
 
     Args:

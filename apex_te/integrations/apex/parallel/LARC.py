@@ -12,8 +12,8 @@ class LARC:
 
     With ``a = trust_coefficient * |p| / (|g| + weight_decay * |p| + eps)`` the gradient becomes
     ``(g + weight_decay * p) * a``, where neither norm is 0; the optimizer then steps without weight
-    decay. If one of both norms is 0, the gradient stays as it is, without weight decay. The host
-    does not wait for the norms.
+    decay. If a norm is 0, the gradient stays as it is, without weight decay. The host does not
+    wait for the norms.
 
     Args:
         optimizer: the wrapped optimizer; its other methods and its state are available on this

@@ -172,7 +172,7 @@ def linear_with_grad_accumulation_and_async_allreduce(
     """Computes input @ weight.T + bias, with the collectives of tensor parallelism.
 
     Args:
-        input: [..., in] in the weight's dtype, or any dtype under ``torch.autocast``; with
+        input: [..., in] in the weight's dtype, or any float dtype under ``torch.autocast``; with
             ``sequence_parallel_enabled`` this rank's part of the first dimension.
         weight: [out, in].
         bias: [out] or None.
@@ -332,7 +332,7 @@ class ColumnParallelLinear(torch.nn.Module):
         """Returns the output, and the bias if it was not added, else None.
 
         Args:
-            input_: [..., input_size] in the parameters' dtype, or any dtype under
+            input_: [..., input_size] in the parameters' dtype, or any float dtype under
                 ``torch.autocast``, equal on all ranks; with ``sequence_parallel_enabled`` this
                 rank's part of the first dimension.
 
@@ -430,7 +430,7 @@ class RowParallelLinear(torch.nn.Module):
         """Returns the output, and the bias if it was not added, else None.
 
         Args:
-            input_: [..., input_size] in the parameters' dtype, or any dtype under
+            input_: [..., input_size] in the parameters' dtype, or any float dtype under
                 ``torch.autocast``, equal on all ranks; with ``input_is_parallel`` this rank's
                 columns [..., input_size / ranks].
 
