@@ -118,7 +118,15 @@ def capture_in_order(
     warmup_iters: int,
     pool: Any,
 ) -> None:
-    """Warms up all graphs, then captures them in ``order``, with one memory pool."""
+    """Warms up all graphs, then captures them in ``order``, with one memory pool.
+
+    Args:
+        graphs: the graphs, one for each forward.
+        order: pairs of a graph and a bool, True to capture its backward, False its forward.
+        devices: the CUDA device of each graph.
+        warmup_iters: number of runs of each graph before the capture.
+        pool: memory pool from ``torch.cuda.graph_pool_handle()``; None for a new one.
+    """
     pool = torch.cuda.graph_pool_handle() if pool is None else pool
     modules = list({id(graph.module): graph.module for graph in graphs}.values())
     with contextlib.ExitStack() as stack:
@@ -224,7 +232,12 @@ def check_surroundings() -> None:
 
 
 def device_of(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> torch.device:
-    """Returns the CUDA device that a module runs on."""
+    """Returns the CUDA device that a module runs on.
+
+    Raises:
+        ValueError: a parameter or a tensor among the arguments is not on a CUDA device, or there is
+            neither.
+    """
     parameters = list(module.parameters())
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     for name, values in (("parameters", parameters), ("samples", tensors)):
@@ -249,6 +262,15 @@ class GraphedForward:
         first_steps: ``(state, slot)`` of each slot that had its first scale before the capture. If
             a slot needs a first scale again, a call runs eagerly.
         states: the FP8 states and their amax histories, to notice if a state has moved.
+
+    Args:
+        module: the module whose ``forward`` is replaced.
+        args, kwargs: sample arguments of ``forward``.
+        region: ``fp8_autocast`` region of the capture.
+        weight_caching, allow_unused: ``fp8_weight_caching`` and ``allow_unused_input`` of
+            ``make_graphed_callables``.
+        first: see ``Attributes``.
+        is_called: captures calls of the module, with its hooks, instead of its ``forward``.
     """
 
     def __init__(
@@ -289,7 +311,7 @@ class GraphedForward:
         )  # fmt: skip
 
     def note_first_steps(self) -> None:
-        """Sets ``first_steps``, for a recipe whose first step takes scales from its own tensors."""
+        """Sets ``first_steps`` after warm-up, for a recipe with ``first_step="current"``."""
         if getattr(self.region.recipe, "first_step", None) == "current":
             states = [module.fp8_state for module in self.capture.modules]
             self.first_steps = [

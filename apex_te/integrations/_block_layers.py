@@ -48,8 +48,8 @@ def layers_to_join(block: nn.Module) -> tuple[list[Layers], list[Apart]]:
     """Returns the groups of a block's layers that can each become one layer, and other norms.
 
     Linear layers with one parent and one input are a group if all or none of them run. A norm joins
-    them if they are all that reads its output, if they read nothing else, and if no other source
-    calls it.
+    them if they are all that reads its output, if they read nothing else, and if no code outside of
+    the block's forward calls it.
     """
     found = _Block(block)
     groups = found.groups()
@@ -162,7 +162,7 @@ class _Block:
         return Projections(tuple(names), path, name, *kinds)
 
     def is_set(self, name: str) -> bool:
-        """Returns True if source may replace a layer, or a module around it, later."""
+        """Returns True if code other than ``__init__`` may replace a layer or one around it."""
         while name:
             owner, _, last = name.rpartition(".")
             if any(last in assigned_in(file) for file in files_of(type(self.modules[owner]))):
@@ -171,7 +171,7 @@ class _Block:
         return False
 
     def calls_elsewhere(self, name: str) -> bool:
-        """Returns True if source may call a layer, or a module around it, elsewhere."""
+        """Returns True if code outside of the block's forward may call a layer or one around it."""
         while name:
             owner, _, last = name.rpartition(".")
             if self.flow.calls_elsewhere(self.modules[owner], last):

@@ -421,12 +421,12 @@ def _guarded(parse: Any, data: bytes) -> Any:
 
 
 def read_pickle(data: bytes) -> Any:
-    """Returns the value in the output of ``pickle.dumps``."""
+    """Returns the tensors and plain values in a pickle, and executes nothing that it names."""
     return _guarded(lambda raw, allowance: _Reader(allowance, nests=True).read(_Stream(raw)), data)
 
 
 def read_saved(data: bytes) -> Any:
-    """Returns the value in a file of ``torch.save``, in the zip format or the earlier format."""
+    """Returns what a file of ``torch.save`` has, in either format, as ``read_pickle`` does."""
     return _guarded(_zipped if data[:4] == b"PK\x03\x04" else _legacy, data)
 
 

@@ -50,6 +50,12 @@ class LayerNormLinear(NormedModule, LinearParameters):
     Its parameters are ``layer_norm_weight``, ``layer_norm_bias`` ``[in_features]``, ``weight``
     ``[out_features, in_features]``, ``bias`` ``[out_features]``. Interface and defaults follow
     TransformerEngine's LayerNormLinear.
+
+    Raises:
+        TypeError: an argument has a wrong type.
+        ValueError: a size is below 1, the ranks do not divide ``out_features``, ``eps`` is not in
+            [0, 1), an option is unknown, or ``parameters_split`` does not have ``out_features``
+            rows or is given with ``fuse_wgrad_accumulation`` or ``delay_wgrad_compute``.
     """
 
     @named_arguments()

@@ -90,6 +90,11 @@ class LayerNormMLP(NormedModule):
     Its parameters are ``layer_norm_weight``, ``layer_norm_bias``, ``fc1_weight`` ``[ffn, hidden]``
     (gated: ``[2 ffn, hidden]``, gate first), ``fc1_bias``, ``fc2_weight`` ``[hidden, ffn]``,
     ``fc2_bias``. Interface and defaults follow TransformerEngine's LayerNormMLP.
+
+    Raises:
+        TypeError: an argument has a wrong type.
+        ValueError: a size is below 1, the ranks do not divide ``ffn_hidden_size``, ``eps`` is not
+            in [0, 1), an option is unknown, or ``activation_params`` does not fit ``activation``.
     """
 
     hidden_size: int

@@ -128,6 +128,13 @@ class TransformerLayer(CompositeModule):
             states are this rank's slice of dimension 0, and hidden dropout also draws from the
             tracker of ``get_rng_state_tracker``.
 
+    Raises:
+        TypeError: an argument has a wrong type.
+        ValueError: a number of heads or ranks does not divide what it splits, an option is unknown
+            or out of range, or options exclude each other: ``fuse_wgrad_accumulation`` needs
+            ``fuse_qkv_params``, ``parallel_attention_mlp`` an encoder layer without
+            ``apply_residual_connection_post_layernorm``, and the options ``enc_dec_*`` a decoder.
+
     Interface, defaults and the order of arguments follow TransformerEngine's TransformerLayer.
     """
 

@@ -374,7 +374,7 @@ class ScaleSync:
         self._find_equal()
 
     def loaded(self, fingerprint: int | None) -> None:
-        """Notes that scales were loaded; they are equal on the ranks of ``fingerprint``, if any."""
+        """Notes loaded scales, equal on ranks with this ``AmaxGroup.fingerprint``, if any."""
         self._where = _NOWHERE if fingerprint is None else fingerprint
         self._find_equal()
 

@@ -466,6 +466,7 @@ class FP8State:
 
         Args:
             length: rows of the histories, including row 0, which collects amax values.
+            device: device of the tensors.
         """
 
         def ones(slots: int) -> torch.Tensor:

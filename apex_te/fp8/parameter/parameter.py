@@ -119,6 +119,10 @@ class FP8Parameter(torch.Tensor):
 
         Args:
             shape: [rows, cols], or [count, rows, cols] for a stack.
+            recipe: a recipe or its name.
+            dtype: the nominal dtype, in which the weight is read.
+            device: device of the FP8 data; None uses PyTorch's default device.
+            preserve_high_precision_init_val: keep the values of ``initialize`` on the CPU, too.
 
         Raises:
             ValueError: ``shape`` is not that of a matrix or a stack of matrices.

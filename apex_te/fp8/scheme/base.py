@@ -78,6 +78,8 @@ class Layout:
     is unchanged if its values are saved and loaded. This is not so for recipes without
     ``Scheme.restores`` and for scales that were given, whose weights are saved as data and scales.
 
+    In the methods ``quantizer`` is the recipe's ``Quantizer`` of weights, ``held`` a stored weight.
+
     Attributes:
         block_rows, block_cols: number of rows and columns that share a scale; 0 if all do.
         exact: True if the values give the same columnwise data as the original weight.
@@ -110,20 +112,40 @@ class Layout:
         return quantizer.quantize(x, True, False)[0]
 
     def quantize_part(self, quantizer: Any, x: torch.Tensor, amax: torch.Tensor) -> QuantizedTensor:
-        """Returns the rowwise copy of a part of a weight, with the amax of the whole weight."""
+        """Returns the rowwise copy of a part of a weight, with the scale of the whole weight.
+
+        Args:
+            quantizer: the weight's quantizer.
+            x: ``[rows, cols]``, the part, in fp32, fp16 or bf16.
+            amax: fp32 ``[1]``, that of the whole weight.
+
+        Raises:
+            NotImplementedError: a weight of this layout does not have one scale.
+        """
         raise NotImplementedError
 
     def columnwise(
         self, quantizer: Any, held: QuantizedTensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the columnwise data ``[cols, rows]`` and ``scale_inv`` of a stored weight."""
+        """Returns the columnwise data ``[cols, rows]`` and ``scale_inv`` of a stored weight.
+
+        Args:
+            quantizer: the weight's quantizer.
+            held: its rowwise copy.
+        """
         made = quantizer.quantize(quantizer.dequantize(held, self.decoded), False, True)[0]
         assert made.columnwise is not None
         assert made.columnwise_scale_inv is not None
         return made.columnwise, made.columnwise_scale_inv
 
     def dequantize(self, quantizer: Any, held: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
-        """Returns the values of a stored weight, decoded from its rowwise copy."""
+        """Returns the values ``[rows, cols]`` of a stored weight in ``dtype``.
+
+        Args:
+            quantizer: the weight's quantizer.
+            held: its rowwise copy, which is decoded.
+            dtype: floating-point dtype of the result.
+        """
         return quantizer.dequantize(held, dtype)
 
     def quantize_stack(self, quantizer: Any, x: torch.Tensor) -> QuantizedTensor | None:
@@ -172,7 +194,13 @@ class Layout:
     def gathered(
         self, fp8_data: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype
     ) -> QuantizedTensor:
-        """Returns the rowwise copy of the weight that is made of all ranks' shards."""
+        """Returns the rowwise copy of the weight that is made of all ranks' shards.
+
+        Args:
+            fp8_data: ``[rows, cols]``, of ``dtype``.
+            scale_inv: those of the weight, in the shape that ``Layout.scale_inv`` returns.
+            dtype: FP8 dtype.
+        """
         return QuantizedTensor(fp8_data, scale_inv, None, None, dtype)
 
 
@@ -390,6 +418,7 @@ class Quantizer:
         Args:
             x: ``[rows, cols]``, the rows.
             amax: fp32 ``[1]``, of the whole matrix; None if ``needs_whole_amax`` is False.
+            keep: True if a first scale that is computed from ``amax`` stays in the FP8 state.
 
         Returns:
             fp8_data: rowwise FP8 data ``[rows, cols]``.
@@ -451,7 +480,11 @@ class Quantizer:
     def dequantize(
         self, quantized: QuantizedTensor, dtype: torch.dtype = torch.float32
     ) -> torch.Tensor:
-        """Returns the values ``[rows, cols]`` of ``quantized``, decoded from one of its copies."""
+        """Returns the values ``[rows, cols]`` of ``quantized``, decoded from one of its copies.
+
+        Raises:
+            ValueError: ``quantized`` has neither copy.
+        """
         if quantized.rowwise is not None:
             return self._decode(quantized.rowwise, quantized.rowwise_scale_inv, dtype)
         if quantized.columnwise is None:
@@ -529,7 +562,12 @@ class Quantizer:
 
 
 def shared_scale(out: Any, dtype: torch.dtype) -> QuantizedTensor:
-    """Returns an op's output whose copies have one scale as a QuantizedTensor."""
+    """Returns an op's output whose copies have one scale as a QuantizedTensor.
+
+    Args:
+        out: the output, with ``rowwise``, ``columnwise`` and ``scale_inv``.
+        dtype: FP8 dtype of the data.
+    """
     return QuantizedTensor(out.rowwise, out.scale_inv, out.columnwise, out.scale_inv, dtype)
 
 
@@ -606,7 +644,13 @@ class GroupQuantizer:
     def quantize(
         self, x: torch.Tensor, groups: Groups, rowwise: bool = True, columnwise: bool = True
     ) -> GroupedOutput:
-        """Returns FP8 copies of rows, sorted by group, with one scale for each group."""
+        """Returns FP8 copies of rows, sorted by group, with one scale for each group.
+
+        Args:
+            x: ``[rows, cols]``, the rows sorted by group.
+            groups: their groups, on the device.
+            rowwise, columnwise: the copies to make.
+        """
         scale, scale_inv, amax = self.scaling(GroupRows(x, groups))
         return quantize_groups(
             x, groups, scale, self.dtype, rowwise=rowwise, columnwise=columnwise, amax=amax,
@@ -641,7 +685,15 @@ class GroupQuantizer:
         columnwise: bool = True,
         scales: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> GroupedOutput:
-        """Returns FP8 copies of matrices; with ``groups``, only of those whose groups have rows."""
+        """Returns FP8 copies of matrices; with ``groups``, only of those whose groups have rows.
+
+        Args:
+            matrices: ``[rows, cols]`` each, one for each group, or a stack of them.
+            groups: groups of the rows that the matrices multiply; None casts all matrices.
+            rowwise, columnwise: the copies to make.
+            scales: scale and ``scale_inv``, fp32 ``[groups]``, from ``kept_scales``; None finds
+                them.
+        """
         if scales is None:
             scale, scale_inv, amax = self.scaling(GroupMatrices(matrices, groups))
         else:
@@ -673,7 +725,13 @@ class GroupQuantizer:
     def scaling(
         self, source: GroupRows | GroupSource | GroupMatrices
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Returns scales, ``scale_inv`` or None, and the tensor for amax values or None."""
+        """Returns what the casts of a call read and write.
+
+        Returns:
+            scale: fp32 ``[groups]``.
+            scale_inv: fp32 ``[groups]``, or None if each is ``1 / scale``.
+            amax: fp32 ``[groups]``, in which to record amax values, or None.
+        """
         raise NotImplementedError
 
 
@@ -760,7 +818,11 @@ class Scheme:
     def build(
         self, recipe: Any, slots: Slots | None, gemms: int, device: torch.device
     ) -> QuantizerSets:
-        """Builds a module's quantizers; here all GEMMs and kinds of forward share them."""
+        """Builds a module's quantizers; here all GEMMs and kinds of forward share them.
+
+        Args:
+            recipe, slots, gemms, device: as in ``build_quantizers``.
+        """
         inp, weight, grad_output = self.gemm_quantizers(recipe, device)
         backend = self.gemm_backend(recipe, device)
         backward = getattr(recipe, "backward", None)
@@ -776,7 +838,7 @@ class Scheme:
     def gemm_quantizers(
         self, recipe: Any, device: torch.device
     ) -> tuple[Quantizer, Quantizer, Quantizer]:
-        """Makes the quantizers of a GEMM, for a scheme without state."""
+        """Makes the quantizers of input, weight and grad_output, for a scheme without state."""
         raise NotImplementedError
 
     def stored_recipe(self, recipe: Any) -> Recipe:
@@ -792,7 +854,11 @@ _schemes: dict[str, Scheme] = {}
 
 
 def scheme_of(recipe: Recipe) -> Scheme:
-    """Returns the scheme of ``recipe``; imports the scheme's file if that was not imported yet."""
+    """Returns the scheme of ``recipe``; imports the scheme's file if that was not imported yet.
+
+    Raises:
+        ValueError: ``recipe.quantizer`` names neither a registered scheme nor a file of schemes.
+    """
     name = recipe.quantizer
     if name not in _schemes:
         where = f"{__package__}.{name}"
@@ -812,7 +878,14 @@ def scheme_of(recipe: Recipe) -> Scheme:
 def build_quantizers(
     recipe: Recipe, slots: Slots | None, gemms: int, device: torch.device
 ) -> QuantizerSets:
-    """Builds a module's quantizers; ``slots`` is None for a recipe without state."""
+    """Builds a module's quantizers by the scheme of the recipe.
+
+    Args:
+        recipe: the region's recipe.
+        slots: the module's FP8 state; None for a recipe without state.
+        gemms: number of GEMMs of the module.
+        device: the operands' device.
+    """
     return scheme_of(recipe).build(recipe, slots, gemms, device)
 
 
@@ -826,7 +899,11 @@ def stored_recipe(recipe: Recipe) -> Recipe:
 
 
 def layout_of(recipe: Recipe) -> Layout:
-    """Returns the form in which weights quantized with ``recipe`` are stored."""
+    """Returns the form in which weights quantized with ``recipe`` are stored.
+
+    Raises:
+        NotImplementedError: the recipe's scheme has no such form.
+    """
     layout = scheme_of(recipe).layout
     if layout is None:
         raise NotImplementedError(

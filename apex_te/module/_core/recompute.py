@@ -96,7 +96,7 @@ class Recomputed:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Context manager around the consumer's forward, which must hold no result afterwards."""
+        """Context manager around the consumer's forward, which on exit drops ``results``."""
         assert self.results is not None
         self._places = {_address(one): i for i, one in enumerate(self.results)}
         try:

@@ -71,6 +71,11 @@ class DotProductAttention(Planner, torch.nn.Module):
         device: device of ``softmax_offset``; None uses PyTorch's default device.
         cp_group, cp_global_ranks, cp_stream, cp_comm_type: as in ``set_context_parallel_group``.
 
+    Raises:
+        TypeError: an argument has a wrong type.
+        ValueError: ``num_gqa_groups`` does not divide the heads, the ranks do not divide heads or
+            groups, a number is out of range, or an option is unknown.
+
     Interface and the order of arguments follow TransformerEngine's DotProductAttention.
     """
 
@@ -190,7 +195,7 @@ class DotProductAttention(Planner, torch.nn.Module):
 
     @property
     def context_ranks(self) -> ContextRanks:
-        """The ranks over which sequences are split, and this rank's number; one without a group."""
+        """Ranks that share each sequence: those of ``cp_group``, or one rank without it."""
         return self._context
 
     def set_context_parallel_group(

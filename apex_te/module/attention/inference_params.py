@@ -38,6 +38,12 @@ class InferenceParams:
             are sequences, s tokens, g groups of key and value heads, d the head size.
         sequences: number of tokens, the new ones included, of each sequence of the latest
             ``pre_step``; the i-th sequence is row i of the keys and values.
+
+    Raises:
+        TypeError: a size is not an int.
+        ValueError: a size is below 1.
+
+    Names follow TransformerEngine's InferenceParams.
     """
 
     _is_batch_first = False  # memory is [b, s, g, d] before pre_step, too
@@ -122,7 +128,16 @@ class InferenceParams:
         """Returns the announced step in the form that a call with an input like ``x`` reads.
 
         That is a ``Step`` for an input without padding, a ``PaddedStep`` for a padded input and in
-        a CUDA graph, None without ``pre_step``. ``owner`` and ``name`` are those in errors.
+        a CUDA graph, None without ``pre_step``.
+
+        Args:
+            owner, name: names of the module and of ``x`` in errors.
+            x: an input or keys of the call.
+            layout: ``"sbhd"``, ``"bshd"`` or ``"thd"``, that of ``x``.
+
+        Raises:
+            RuntimeError: a CUDA graph is captured before ``pre_step``.
+            ValueError: ``x`` has fewer sequences or tokens than announced, or too many sequences.
         """
         step, is_captured = self._step, self._is_captured(x)
         if step is None:
@@ -259,7 +274,18 @@ class InferenceParams:
 
 
 class Step:
-    """Numbers of tokens that one call adds to the sequences of a cache, and their positions."""
+    """Numbers of tokens that one call adds to the sequences of a cache, and their positions.
+
+    Args:
+        before: number of cached tokens of each sequence.
+        new: number of tokens that each sequence gets.
+        room: tokens of a row of the cache, ``max_sequence_length``.
+
+    Attributes:
+        total: sum of ``before`` and ``new`` for each sequence.
+        longest, longest_new: maximum of ``total`` and of ``new``.
+        is_even: True if all sequences have equally many cached and equally many new tokens.
+    """
 
     def __init__(self, before: tuple[int, ...], new: tuple[int, ...], room: int) -> None:
         self.before, self.new = before, new
@@ -314,9 +340,12 @@ class Step:
 class PaddedStep:
     """``Step`` of inputs with padding, whose numbers are read on the device alone.
 
-    ``table`` is int32 [4, sequences + 1]. Its rows are the number of cached tokens and of new
-    tokens of each sequence, each row ending with a 0, and where the new tokens, and all tokens,
-    begin. The longest sequences are upper bounds.
+    Args:
+        table: int32 [4, sequences + 1], whose rows are, for each sequence, the number of cached
+            tokens and of new tokens, both followed by a 0, and then the ``cu_seqlens`` of the new
+            and of all tokens.
+        longest_new: upper bound of the new tokens of a sequence.
+        longest: upper bound of all tokens of a sequence: the tokens of a row of the cache.
     """
 
     is_even = False
@@ -376,7 +405,11 @@ class PaddedStep:
 class Cached(NamedTuple):
     """Keys and values of all tokens so far: views of the cache, or packed [t, g, d].
 
-    ``key_starts`` is ``cu_seqlens_kv_padded`` for packed keys with gaps, else None.
+    Attributes:
+        keys, values: in the layout of the layer's inputs.
+        step: the ``Step`` or ``PaddedStep`` of the call, None without ``pre_step``.
+        has_lengths: True if attention must be given the lengths of the sequences.
+        key_starts: ``cu_seqlens_kv_padded`` for packed keys with gaps, else None.
     """
 
     keys: torch.Tensor
@@ -386,7 +419,15 @@ class Cached(NamedTuple):
     key_starts: torch.Tensor | None = None
 
     def mask_type(self, owner: str, name: str) -> str:
-        """Returns the mask type with which the new tokens also attend to the cached tokens."""
+        """Returns the mask type with which the new tokens also attend to the cached tokens.
+
+        Args:
+            owner: name of the module in errors.
+            name: the mask type of the call.
+
+        Raises:
+            ValueError: ``name`` is ``"arbitrary"``, and ``pre_step`` has announced the tokens.
+        """
         if self.step is None:
             return f"{name}_bottom_right" if name in ("causal", "padding_causal") else name
         if name == "arbitrary":
@@ -416,7 +457,19 @@ def extended(
     qkv_format: str,
     training: bool = True,
 ) -> Cached:
-    """Caches new keys and values of a layer; returns them after those of earlier tokens."""
+    """Caches new keys and values of a layer; returns them after those of earlier tokens.
+
+    Args:
+        owner: name of the module in errors.
+        params: the cache.
+        layer: the layer's number.
+        keys, values: new ones, [s, b, g, d], [b, s, g, d] or [t, g, d] as ``qkv_format`` says.
+        training: the module is in training mode, where keys must not require grad.
+
+    Raises:
+        ValueError: ``layer`` is None, gradients are recorded, or the cache has too little room.
+        RuntimeError: a CUDA graph is captured before ``pre_step`` or a first run.
+    """
     if layer is None:
         raise ValueError(f"{owner}: layer_number must be given for inference_params, got None")
     if training and torch.is_grad_enabled() and keys.requires_grad:

@@ -103,6 +103,11 @@ class MultiheadAttention(CompositeModule):
         set_parallel_mode: split the heads over the ranks of ``tp_group``.
         sequence_parallel, tp_group, tp_size: as in ``Linear``.
 
+    Raises:
+        TypeError: an argument has a wrong type.
+        ValueError: a number of heads or ranks does not divide what it splits, an option is unknown
+            or out of range, or ``fuse_wgrad_accumulation`` is given without ``fuse_qkv_params``.
+
     Interface and the order of arguments follow TransformerEngine's MultiheadAttention.
     """
 

@@ -42,6 +42,12 @@ class RotaryPositionEmbedding(torch.nn.Module):
 
     Attributes:
         inv_freq: float32 buffer [dim / 2], the angles of position 1.
+
+    Raises:
+        TypeError: an argument has a wrong type.
+        ValueError: ``dim`` is odd or below 2, or another number is out of range.
+
+    Source: RoFormer (arXiv 2104.09864); names follow TransformerEngine's RotaryPositionEmbedding.
     """
 
     inv_freq: torch.Tensor
@@ -227,9 +233,21 @@ def apply_fused_qkv_rotary_pos_emb(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Splits a joined tensor into heads [..., heads, size], and rotates queries and keys.
 
-    ``qkv`` is [s, b, g, n], [b, s, g, n] or [t, g, n] for g groups. ``qkv_split_arg_list`` has the
-    number of elements of a group's queries, key and value. Every head has the size of the key. The
-    other arguments are those of ``apply_rotary_pos_emb``; thd requires ``cp_size=1``.
+    Args:
+        qkv: [s, b, g, n], [b, s, g, n] or [t, g, n] for g groups.
+        q_freqs, k_freqs: angles of queries and of keys, as ``freqs`` of ``apply_rotary_pos_emb``.
+        qkv_split_arg_list: number of elements of a group's queries, key and value, with sum n.
+            Every head has the size of the key.
+        tensor_format, start_positions, interleaved, cu_seqlens, cp_size, cp_rank: as in
+            ``apply_rotary_pos_emb``; thd requires ``cp_size=1``.
+
+    Returns:
+        Queries, keys and values.
+
+    Raises:
+        TypeError: a tensor has another dtype than in ``apply_rotary_pos_emb``.
+        ValueError: the format is unknown, or a shape or size does not match.
+        NotImplementedError: ``cp_size`` is above 1 with thd.
     """
     owner = "apply_fused_qkv_rotary_pos_emb"
     if cp_size > 1 and tensor_format == "thd":

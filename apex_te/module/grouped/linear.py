@@ -58,6 +58,11 @@ class GroupedLinear(ParallelModule):
     number their states. To load an optimizer state saved when all weights came first, see
     ``apex_te.integrations.reorder_grouped_linear_state``. Interface and defaults follow
     TransformerEngine's GroupedLinear.
+
+    Raises:
+        TypeError: an argument has a wrong type.
+        ValueError: a number is below 1, the ranks do not divide a size, ``parallel_mode`` is
+            unknown, or ``bias`` is True with weights split over several ranks.
     """
 
     num_gemms: int

@@ -133,7 +133,12 @@ class FP16_Optimizer:
             scaler.update(self._found_inf)
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> Any:
-        """Clips the optimizer's gradients; returns their norm, -1 after an overflow."""
+        """Clips the optimizer's gradients; returns their norm, -1 after an overflow.
+
+        Args:
+            max_norm: largest norm that the gradients keep.
+            norm_type: p of the norm, also ``math.inf``.
+        """
         if self.overflow:
             return -1
         params = [p for group in self.optimizer.param_groups for p in group["params"]]

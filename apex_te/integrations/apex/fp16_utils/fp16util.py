@@ -116,7 +116,11 @@ def model_grads_to_master_grads(
 ) -> None:
     """Copies the gradients of parameters to their master weights, which ``prep_param_lists`` made.
 
-    A parameter without a gradient leaves its master weight without one.
+    A parameter without a gradient leaves its master weight without one, or zeros in a flat one.
+
+    Args:
+        model_params, master_params: results of ``prep_param_lists``.
+        flat_master: as it was there: ``master_params`` has one flat float32 tensor for all.
     """
     if flat_master:
         master = master_params[0]
@@ -149,7 +153,11 @@ def paired_grads(
 def master_params_to_model_params(
     model_params: _Tensors, master_params: _Tensors, flat_master: bool = False
 ) -> None:
-    """Copies master weights to their parameters."""
+    """Copies master weights to their parameters.
+
+    Args:
+        model_params, master_params, flat_master: as in ``model_grads_to_master_grads``.
+    """
     masters = [master.detach() for master in master_params]
     params = [param.detach() for param in model_params]
     if flat_master:

@@ -45,7 +45,16 @@ def fused_dense_gelu_dense_function(
     weight2: torch.Tensor,
     bias2: torch.Tensor,
 ) -> torch.Tensor:
-    """Returns two linear layers of ``input`` [..., in] with GELU, in its tanh form, between."""
+    """Returns two linear layers of ``input`` [..., in] with GELU, in its tanh form, between.
+
+    Args:
+        input: [..., in].
+        weight1, bias1: [hidden, in] and [hidden].
+        weight2, bias2: [out, hidden] and [out].
+
+    Returns:
+        A tensor [..., out].
+    """
     return call_autocast(FusedDenseGeluDenseFunc.apply, input, weight1, bias1, weight2, bias2)
 
 

@@ -12,9 +12,11 @@ from ._lists import CHUNK, ListOptimizer, grads_of
 
 
 class FusedLARS(ListOptimizer):
-    """LARS (arXiv 1708.03888); the state of a parameter is ``momentum_buffer``, in its dtype.
+    """LARS (arXiv 1708.03888): SGD with a learning rate for each tensor.
 
-    A group with the option ``is_skipped`` takes ``lr`` for all of its parameters.
+    That is ``lr * trust_coefficient * |p| / (|g| + weight_decay * |p| + eps)``, and ``lr`` if a
+    norm is 0 or if the group has the option ``is_skipped=True``. The state of a parameter
+    is ``momentum_buffer``, in its dtype.
 
     Args:
         params: parameters or parameter groups, float32, float16 or bfloat16.
@@ -22,15 +24,15 @@ class FusedLARS(ListOptimizer):
         momentum: factor of the momentum buffers, which hold changes of the parameters.
         dampening: must be 0 with ``nesterov``; has no effect, as in apex.
         weight_decay: L2 coefficient.
-        trust_coefficient: factor of |param| / |grad| in a tensor's learning rate.
-        eps: added to the divisor.
+        trust_coefficient, eps: see the formula.
         nesterov: use Nesterov momentum; requires momentum.
         wd_after_momentum: has no effect, as in apex.
         materialize_master_grads: has no effect: amp's master weights have gradients of their own.
         set_grad_none: True makes ``zero_grad()`` drop gradients.
 
     Raises:
-        ValueError: an option is negative, or ``nesterov`` is given without momentum.
+        ValueError: ``lr``, ``momentum``, ``weight_decay`` or ``eps`` is negative, or ``nesterov``
+            is given without momentum or with dampening.
     """
 
     multi_tensor_lars = staticmethod(amp_C.multi_tensor_lars)

@@ -12,7 +12,8 @@ class LARC:
 
     With ``a = trust_coefficient * |p| / (|g| + weight_decay * |p| + eps)`` the gradient becomes
     ``(g + weight_decay * p) * a``, where neither norm is 0; the optimizer then steps without weight
-    decay. The host does not wait for the norms.
+    decay. If a norm is 0, the gradient stays as it is, without weight decay. The host does not
+    wait for the norms.
 
     Args:
         optimizer: the wrapped optimizer; its other methods and its state are available on this
@@ -21,6 +22,8 @@ class LARC:
         clip: use ``min(a / lr, 1)`` for a, so that lr is an upper bound of the rate; False scales
             lr by a.
         eps: added to the denominator.
+
+    Source: apex.parallel.LARC, a form of LARS (arXiv 1708.03888).
     """
 
     def __init__(
@@ -76,7 +79,12 @@ class LARC:
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Scales the gradients and steps the optimizer; returns what that returns."""
+        """Scales the gradients in place and steps the optimizer; returns what that returns.
+
+        Args:
+            closure: argument of the optimizer's ``step``; gradients that it computes are not
+                scaled.
+        """
         decays = [group.get("weight_decay", 0) for group in self.optim.param_groups]
         for group, decay in zip(self.optim.param_groups, decays, strict=True):
             self._scale(group, decay)

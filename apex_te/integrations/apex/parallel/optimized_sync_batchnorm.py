@@ -56,7 +56,11 @@ class SyncBatchNorm(_BatchNorm):
         self.channel_last = channel_last
 
     def forward(self, input: torch.Tensor, z: torch.Tensor | None = None) -> torch.Tensor:
-        """Normalises ``input``, adds ``z``, of its shape and dtype, and applies the ReLU if any."""
+        """Normalises ``input``, adds ``z``, of its shape and dtype, and applies the ReLU if any.
+
+        Raises:
+            ValueError: ``input`` has fewer than 2 dimensions.
+        """
         if input.dim() < 2:
             raise ValueError(
                 f"SyncBatchNorm: input must have 2 dimensions or more, got {list(input.shape)}"

@@ -56,7 +56,10 @@ def graph_pool_handle() -> Any:
 def save_fp8_tensors(
     modules: Iterable[torch.nn.Module], recipe: Recipe | None
 ) -> list[SavedState] | None:
-    """Returns copies of the FP8 state of modules, for ``restore_fp8_tensors``."""
+    """Returns copies of the FP8 state of modules, for ``restore_fp8_tensors``.
+
+    None if ``recipe`` is not delayed scaling, since other recipes keep no state.
+    """
     if not isinstance(recipe, DelayedScaling):
         return None
     return [SavedState(child.fp8_state) for m in modules for child in fp8_modules(m)]
@@ -65,7 +68,15 @@ def save_fp8_tensors(
 def restore_fp8_tensors(
     modules: Iterable[torch.nn.Module], fp8_tensors: list[SavedState] | None
 ) -> None:
-    """Writes back the FP8 state of modules, in place."""
+    """Writes back the FP8 state of modules, in place.
+
+    Args:
+        modules: the modules of ``save_fp8_tensors``, in the same order.
+        fp8_tensors: its result; None does nothing.
+
+    Raises:
+        ValueError: the modules are others.
+    """
     if fp8_tensors is None:
         return
     states = [child.fp8_state for m in modules for child in fp8_modules(m)]

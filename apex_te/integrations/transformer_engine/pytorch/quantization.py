@@ -77,22 +77,35 @@ def _is_e4m3(recipe: Recipe, fprop_tensor: bool) -> bool:
 
 
 def get_fp8_torch_dtype(fp8_recipe: Recipe, fprop_tensor: bool = True) -> torch.dtype:
-    """Returns the FP8 dtype of a recipe's tensors."""
+    """Returns the FP8 dtype of a recipe's tensors.
+
+    Args:
+        fp8_recipe: a recipe.
+        fprop_tensor: True for inputs and weights, False for gradients, which are E5M2 in HYBRID.
+    """
     return torch.float8_e4m3fn if _is_e4m3(fp8_recipe, fprop_tensor) else torch.float8_e5m2
 
 
 def get_fp8_te_dtype(fp8_recipe: Recipe, fprop_tensor: bool = True) -> DType:
-    """Returns Transformer Engine's number of the FP8 dtype of a recipe's tensors."""
+    """Returns Transformer Engine's number of the FP8 dtype of a recipe's tensors.
+
+    Args:
+        fp8_recipe, fprop_tensor: as in ``get_fp8_torch_dtype``.
+    """
     return DType.kFloat8E4M3 if _is_e4m3(fp8_recipe, fprop_tensor) else DType.kFloat8E5M2
 
 
 def get_fp8_max(fp8_recipe: Recipe, fprop_tensor: bool = True) -> float:
-    """Returns the largest finite FP8 value of a recipe's tensors."""
+    """Returns the largest finite FP8 value of a recipe's tensors: 448 (E4M3) or 57344 (E5M2).
+
+    Args:
+        fp8_recipe, fprop_tensor: as in ``get_fp8_torch_dtype``.
+    """
     return torch.finfo(get_fp8_torch_dtype(fp8_recipe, fprop_tensor)).max
 
 
 def get_align_size_for_quantization(recipe: Recipe) -> int:
-    """Returns the multiple to which rows of grouped products are padded for ``recipe``."""
+    """Returns the multiple to which rows of grouped GEMMs are padded: 32 for MXFP8, else 16."""
     return 32 if recipe.mxfp8() else 16
 
 
@@ -120,7 +133,11 @@ def check_nvfp4_support() -> tuple[bool, str]:
 
 
 def check_recipe_support(recipe: Recipe) -> None:
-    """Checks that apex_te computes with ``recipe``."""
+    """Checks that apex_te computes with ``recipe``.
+
+    Raises:
+        RuntimeError: it is an ``NVFP4BlockScaling`` or a ``CustomRecipe``.
+    """
     if isinstance(recipe, (NVFP4BlockScaling, CustomRecipe)):
         raise RuntimeError(
             f"check_recipe_support: recipe must be one of FP8, got {type(recipe).__name__}"
@@ -169,6 +186,9 @@ class autocast(_regions.fp8_autocast):
         calibrating: collect amax values also if ``enabled`` is False.
         recipe: a recipe; None for ``get_default_recipe()``.
         amax_reduction_group: process group over which amax values are reduced; None is the world.
+
+    Raises:
+        TypeError: an argument has a wrong type.
     """
 
     __slots__ = ()
@@ -189,7 +209,16 @@ class autocast(_regions.fp8_autocast):
 
 @named(_MODULE)
 class fp8_autocast(_regions.fp8_autocast):
-    """Runs modules inside in FP8, under the earlier names of ``autocast`` and its arguments."""
+    """Runs modules inside in FP8, under the earlier names of ``autocast`` and its arguments.
+
+    Args:
+        enabled, calibrating: as in ``autocast``.
+        fp8_recipe: ``recipe`` of ``autocast``.
+        fp8_group: ``amax_reduction_group`` of ``autocast``.
+
+    Raises:
+        TypeError: an argument has a wrong type.
+    """
 
     __slots__ = ()
 
@@ -216,6 +245,9 @@ class quantized_model_init(_model_init.fp8_model_init):
         recipe: recipe by which weights are quantized; None for ``get_default_recipe()``.
         preserve_high_precision_init_val: keep the values before quantization on the CPU, for an
             optimizer's master weights.
+
+    Raises:
+        TypeError: an argument has a wrong type.
     """
 
     __slots__ = ()
@@ -356,7 +388,14 @@ class FP8GlobalStateManager:
 
     @classmethod
     def set_autocast_state(cls, state: tuple[Any, ...]) -> None:
-        """Makes the region that ``get_autocast_state`` described the present one again."""
+        """Makes the region that ``get_autocast_state`` described the present one again.
+
+        Args:
+            state: a result of ``get_autocast_state``, unchanged.
+
+        Raises:
+            TypeError: ``state`` is not such a result.
+        """
         if not isinstance(state, _AutocastState):
             raise TypeError(
                 "set_autocast_state: state must be a result of get_autocast_state, "

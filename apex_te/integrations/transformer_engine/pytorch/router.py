@@ -148,6 +148,9 @@ def fused_moe_aux_loss(
 
     Returns:
         A scalar in the dtype of ``probs``.
+
+    Raises:
+        ValueError: ``probs`` is not a matrix, or ``tokens_per_expert`` does not have its columns.
     """
     if probs.dim() != 2 or tokens_per_expert.shape != probs.shape[1:]:
         raise ValueError(

@@ -21,7 +21,11 @@ __all__ = [
 
 
 def divide(numerator: int, denominator: int) -> int:
-    """Returns the quotient of two integers."""
+    """Returns the quotient of two integers.
+
+    Raises:
+        ValueError: the division leaves a remainder.
+    """
     if numerator % denominator:
         raise ValueError(f"divide: numerator must be a multiple of {denominator}, got {numerator}")
     return numerator // denominator
@@ -62,7 +66,12 @@ def init_method_constant(val: float) -> Callable[[torch.Tensor], torch.Tensor]:
 def attention_mask_func(
     attention_scores: torch.Tensor, attention_mask: torch.Tensor
 ) -> torch.Tensor:
-    """Sets scores that are masked out to -10000, in place, and returns them."""
+    """Sets scores to -10000, in place, where a mask is True, and returns them.
+
+    Args:
+        attention_scores: floating-point tensor of any shape.
+        attention_mask: bool, broadcast to the scores.
+    """
     return attention_scores.masked_fill_(attention_mask, -10000.0)
 
 
@@ -76,12 +85,28 @@ def get_cudnn_version() -> tuple[int, int, int]:
 
 
 def interleave_glu_tensor(tensor: torch.Tensor, interleave_size: int) -> torch.Tensor:
-    """Returns a copy whose first dimension has blocks of both halves in turn."""
+    """Returns a copy whose first dimension has blocks of both halves in turn.
+
+    Args:
+        tensor: [rows, ...], the rows of one half before those of the other.
+        interleave_size: rows of a block; twice it divides the rows.
+
+    Raises:
+        ValueError: ``interleave_size`` is below 1 or does not divide the halves.
+    """
     return _blocks(tensor, interleave_size, (2, -1))
 
 
 def deinterleave_glu_tensor(tensor: torch.Tensor, interleave_size: int) -> torch.Tensor:
-    """Returns a copy as ``interleave_glu_tensor`` takes it; its inverse."""
+    """Returns a copy with the halves one after the other; inverse of ``interleave_glu_tensor``.
+
+    Args:
+        tensor: [rows, ...], blocks of both halves in turn.
+        interleave_size: rows of a block; twice it divides the rows.
+
+    Raises:
+        ValueError: ``interleave_size`` is below 1 or does not divide the halves.
+    """
     return _blocks(tensor, interleave_size, (-1, 2))
 
 
@@ -126,8 +151,16 @@ def nvtx_range_pop(msg: str | None = None) -> None:
 def make_weak_ref(x: Any) -> Any:
     """Returns tensors over the memory of ``x`` that do not keep it alive.
 
-    A caller that knows the memory to stay, such as that of a CUDA graph's pool, can let go of the
-    tensors themselves.
+    A caller that knows that the memory stays valid, such as that of a CUDA graph's pool, can drop
+    the tensors themselves. Reading a result after its memory was freed is undefined.
+
+    Args:
+        x: a tensor, or a list, plain tuple or dict of such, at any depth; other values are
+            returned as they are.
+
+    Returns:
+        ``x`` with each tensor replaced by one of equal memory, shape, strides and dtype, without
+        its gradient history.
     """
     if isinstance(x, torch.Tensor):
         return _unowned(x)
@@ -159,7 +192,14 @@ class SplitAlongDim:
         split_size_or_sections: int | Sequence[int],
         squeeze: bool = False,
     ) -> tuple[torch.Tensor, ...]:
-        """Splits a tensor into views; differentiable."""
+        """Splits a tensor into views; differentiable.
+
+        Args:
+            mixed_x_layer: tensor of any shape and dtype.
+            split_dim: dimension to split.
+            split_size_or_sections: size of each part, or the sizes of all parts.
+            squeeze: remove ``split_dim`` from parts in which its size is 1.
+        """
         sizes = split_size_or_sections
         sizes = sizes if isinstance(sizes, int) else list(sizes)
         parts = torch.split(mixed_x_layer, sizes, dim=split_dim)

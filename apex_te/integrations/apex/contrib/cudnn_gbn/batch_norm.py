@@ -41,7 +41,15 @@ class GroupBatchNorm2d(SyncBatchNorm):
         self.group_size = group_size
 
     def forward(self, input: torch.Tensor, z: torch.Tensor | None = None) -> torch.Tensor:
-        """Normalises ``input`` (in autocast's dtype, if enabled) and adds ``z``."""
+        """Normalises ``input`` (in autocast's dtype, if enabled) and adds ``z``.
+
+        Args:
+            input: [batch, channels, height, width]; made channels-last if it is not.
+            z: tensor of the shape and dtype of the result, or None.
+
+        Raises:
+            ValueError: ``input`` does not have 4 dimensions.
+        """
         if input.dim() != 4:
             raise ValueError(
                 f"GroupBatchNorm2d: input must have 4 dimensions, got {list(input.shape)}"

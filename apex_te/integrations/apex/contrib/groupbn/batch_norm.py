@@ -48,7 +48,11 @@ class BatchNorm2d_NHWC(SyncBatchNorm):
         self.torch_channels_last = torch_channels_last
 
     def forward(self, x: torch.Tensor, z: torch.Tensor | None = None) -> torch.Tensor:
-        """Normalises ``x``, adds ``z``, in its shape and dtype, and applies the ReLU, if any."""
+        """Normalises ``x``, adds ``z``, in its shape and dtype, and applies the ReLU, if any.
+
+        Raises:
+            ValueError: ``x`` does not have 4 dimensions, or ``z`` is given without ``fuse_relu``.
+        """
         if x.dim() != 4:
             raise ValueError(f"BatchNorm2d_NHWC: x must have 4 dimensions, got {list(x.shape)}")
         if z is not None and not self.fuse_relu:

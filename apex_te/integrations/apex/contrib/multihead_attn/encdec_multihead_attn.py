@@ -28,7 +28,8 @@ class EncdecMultiheadAttn(AttentionBase):
         impl: "fast" or "default"; both compute the same.
 
     Raises:
-        ValueError: arguments exclude each other.
+        ValueError: ``num_heads`` does not divide ``embed_dim``, ``impl`` is unknown, or ``bias`` is
+            True with ``impl="fast"``.
 
     Source: apex.contrib.multihead_attn.
     """

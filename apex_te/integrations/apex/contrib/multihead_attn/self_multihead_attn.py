@@ -33,8 +33,9 @@ class SelfMultiheadAttn(AttentionBase):
         mask_additive: ``key_padding_mask`` is added to the scores.
 
     Raises:
-        ValueError: arguments are mutually exclusive. As in apex, the fast norm-add does not support
-            biases, and an additive mask needs biases or ``impl="default"``, without norm-add.
+        ValueError: ``num_heads`` does not divide ``embed_dim``, ``impl`` is unknown, or options
+            exclude each other: as in apex, the fast norm-add does not support biases, and an
+            additive mask needs biases or ``impl="default"``, without norm-add.
 
     Source: apex.contrib.multihead_attn.
     """

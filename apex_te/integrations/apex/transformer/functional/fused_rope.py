@@ -53,14 +53,20 @@ def fused_apply_rotary_pos_emb_cached(
     sin_: torch.Tensor,
     transpose_output_memory: bool = False,
 ) -> torch.Tensor:
-    """Rotates t [s, b, h, d] by angles whose cosines and sines are [s, 1, 1, d'] each."""
+    """Rotates t [s, b, h, d] by angles whose cosines and sines are [s, 1, 1, d'] each, d' <= d.
+
+    With ``transpose_output_memory`` the result has the memory layout of [b, s, h, d].
+    """
     return _rotate(t, "_cached", cos_, sin_, transpose_output_memory)
 
 
 def fused_apply_rotary_pos_emb_thd(
     t: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tensor
 ) -> torch.Tensor:
-    """Rotates packed sequences t [tokens, h, d], which begin at cu_seqlens [b + 1], int32."""
+    """Rotates packed sequences t [tokens, h, d], which begin at cu_seqlens [b + 1], int32.
+
+    ``freqs`` are angles [positions, 1, 1, d'] with d' <= d.
+    """
     return _rotate(t, "_thd", cu_seqlens, freqs)
 
 

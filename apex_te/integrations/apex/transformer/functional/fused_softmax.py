@@ -139,7 +139,15 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
         )
 
     def forward_fused_softmax(self, input: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """Returns the probabilities by the op."""
+        """Returns the probabilities by the op.
+
+        Args:
+            input: scores [b, heads, queries, keys].
+            mask: [b or 1, 1, queries, keys], True or 1 = masked out, or None; ignored if causal.
+
+        Raises:
+            ValueError: the mask is causal, and there are not equally many queries and keys.
+        """
         if self.attn_mask_type is not AttnMaskType.causal:
             return scaled_masked_softmax(input, mask, self.scale)
         if input.shape[2] != input.shape[3]:

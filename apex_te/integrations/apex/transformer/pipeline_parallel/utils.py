@@ -63,6 +63,15 @@ def setup_microbatch_calculator(
 ) -> None:
     """Sets the global batch, the microbatch and how the global batch grows.
 
+    Args:
+        rank: 0 logs a constant number of microbatches.
+        rampup_batch_size: [first global batch, increment, samples until ``global_batch_size`` is
+            reached]; None for a constant global batch.
+        global_batch_size: samples of a step over all ranks, a multiple of ``micro_batch_size *
+            data_parallel_size``.
+        micro_batch_size: samples of a microbatch.
+        data_parallel_size: number of data-parallel ranks.
+
     Raises:
         RuntimeError: they are set already.
         ValueError: sizes do not match.

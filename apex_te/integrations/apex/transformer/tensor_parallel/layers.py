@@ -29,6 +29,12 @@ def set_tensor_model_parallel_attributes(
 ) -> None:
     """Marks a parameter as split over ranks along ``dim``, or as whole.
 
+    Args:
+        tensor: gets the attributes ``tensor_model_parallel``, ``partition_dim`` and
+            ``partition_stride``.
+        is_parallel, dim, stride: their values: True if the tensor is split, the dimension, and the
+            number of pieces that are split one by one.
+
     Raises:
         ValueError: it is marked already.
     """
@@ -166,13 +172,20 @@ def linear_with_grad_accumulation_and_async_allreduce(
     """Computes input @ weight.T + bias, with the collectives of tensor parallelism.
 
     Args:
-        input: [..., in], and with ``sequence_parallel_enabled`` this rank's rows of it.
+        input: [..., in] in the weight's dtype, or any float dtype under ``torch.autocast``; with
+            ``sequence_parallel_enabled`` this rank's part of the first dimension.
         weight: [out, in].
         bias: [out] or None.
         gradient_accumulation_fusion: adds the weight's gradient to ``weight.main_grad``.
         async_grad_allreduce: sums the input's gradient over ranks while the weight's is computed.
         sequence_parallel_enabled: gathers the input, and sums and splits its gradient, by rows.
         accumulation_in_fp16: ``main_grad`` has the weight's dtype.
+
+    Returns:
+        The product [..., out], with all rows; of a weight split over ranks, this rank's columns or
+        its term of the sum.
+
+    Source: apex.transformer.tensor_parallel.layers.
     """
     if torch.is_autocast_enabled(input.device.type):
         dtype = torch.get_autocast_dtype(input.device.type)
@@ -199,7 +212,13 @@ class VocabParallelEmbedding(torch.nn.Module):
         embedding_dim: size of an embedding.
         init_method: initializes the weight in place.
         params_dtype: dtype of the weight; None for torch's default.
-        use_cpu_initialization: draws the whole weight on the CPU, equal for any number of ranks.
+        use_cpu_initialization: draws the whole weight on the CPU, equal for any number of ranks,
+            and keeps its part there; False uses the current GPU if there is one.
+
+    Raises:
+        ValueError: the number of ranks does not divide ``num_embeddings``.
+
+    Source: apex.transformer.tensor_parallel.
     """
 
     def __init__(
@@ -238,20 +257,30 @@ class ColumnParallelLinear(torch.nn.Module):
 
     Args:
         input_size: input features.
-        output_size: output features, a multiple of the number of ranks.
+        output_size: output features, a multiple of the number of ranks; with ``stride``, of
+            ``stride`` times that.
         bias: adds a bias.
         gather_output: returns all ranks' outputs instead of this rank's.
         init_method: initializes the weight in place.
         stride: pieces of the weight that are split one by one, such as 3 for query, key and value.
-        keep_master_weight_for_test: keeps the whole weight as ``master_weight``.
+        keep_master_weight_for_test: keeps the whole weight as ``master_weight``, if drawn on the
+            CPU.
         skip_bias_add: returns the bias instead of adding it.
         no_async_tensor_model_parallel_allreduce: sums the input's gradient over ranks after
             computing the weight's gradient, instead of at the same time.
         params_dtype: dtype of the parameters; None for torch's default.
-        use_cpu_initialization: draws the whole weight on the CPU, equal for any number of ranks.
+        use_cpu_initialization: draws the whole weight on the CPU, equal for any number of ranks,
+            and keeps its part there; False uses the current GPU if there is one.
         gradient_accumulation_fusion: adds the weight's gradient to ``weight.main_grad``.
         accumulation_in_fp16: ``main_grad`` has the weight's dtype.
-        sequence_parallel_enabled: the input is this rank's rows, the first dimension's.
+        sequence_parallel_enabled: the input is this rank's rows, the first dimension's; requires
+            ``gather_output=False``.
+
+    Raises:
+        ValueError: the number of ranks, or ``stride``, does not divide ``output_size``, or options
+            exclude each other.
+
+    Source: apex.transformer.tensor_parallel.
     """
 
     def __init__(
@@ -300,7 +329,18 @@ class ColumnParallelLinear(torch.nn.Module):
         self.bias = _bias(size, self.weight, stride) if bias else None
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Returns the output, and the bias if it was not added, else None."""
+        """Returns the output, and the bias if it was not added, else None.
+
+        Args:
+            input_: [..., input_size] in the parameters' dtype, or any float dtype under
+                ``torch.autocast``, equal on all ranks; with ``sequence_parallel_enabled`` this
+                rank's part of the first dimension.
+
+        Returns:
+            output: [..., output_size]; with ``gather_output=False`` this rank's columns [...,
+                output_size / ranks].
+            bias: this rank's bias with ``skip_bias_add``, else None.
+        """
         overlaps = self.async_tensor_model_parallel_allreduce
         if not overlaps and not self.sequence_parallel_enabled:
             input_ = mappings.copy_to_tensor_model_parallel_region(input_)
@@ -328,13 +368,22 @@ class RowParallelLinear(torch.nn.Module):
         input_is_parallel: the input is this rank's features, as a column-parallel layer returns.
         init_method: initializes the weight in place.
         stride: pieces of the weight that are split one by one.
-        keep_master_weight_for_test: keeps the whole weight as ``master_weight``.
+        keep_master_weight_for_test: keeps the whole weight as ``master_weight``, if drawn on the
+            CPU.
         skip_bias_add: returns the bias instead of adding it.
         params_dtype: dtype of the parameters; None for torch's default.
-        use_cpu_initialization: draws the whole weight on the CPU, equal for any number of ranks.
+        use_cpu_initialization: draws the whole weight on the CPU, equal for any number of ranks,
+            and keeps its part there; False uses the current GPU if there is one.
         gradient_accumulation_fusion: adds the weight's gradient to ``weight.main_grad``.
         accumulation_in_fp16: ``main_grad`` has the weight's dtype.
-        sequence_parallel_enabled: returns this rank's rows, the first dimension's.
+        sequence_parallel_enabled: returns this rank's rows, the first dimension's; requires
+            ``input_is_parallel=True``.
+
+    Raises:
+        ValueError: the number of ranks, or ``stride``, does not divide ``input_size``, or options
+            exclude each other.
+
+    Source: apex.transformer.tensor_parallel.
     """
 
     def __init__(
@@ -378,7 +427,22 @@ class RowParallelLinear(torch.nn.Module):
             self.bias.sequence_parallel_enabled = sequence_parallel_enabled  # type: ignore[attr-defined]
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Returns the output, and the bias if it was not added, else None."""
+        """Returns the output, and the bias if it was not added, else None.
+
+        Args:
+            input_: [..., input_size] in the parameters' dtype, or any float dtype under
+                ``torch.autocast``, equal on all ranks; with ``input_is_parallel`` this rank's
+                columns [..., input_size / ranks].
+
+        Returns:
+            output: [..., output_size], equal on all ranks; with ``sequence_parallel_enabled`` this
+                rank's part of the first dimension.
+            bias: the bias with ``skip_bias_add``, else None.
+
+        Raises:
+            ValueError: ``sequence_parallel_enabled``, and the number of ranks does not divide the
+                first dimension.
+        """
         if not self.input_is_parallel:
             input_ = mappings.scatter_to_tensor_model_parallel_region(input_)
         out = linear_with_grad_accumulation_and_async_allreduce(
