@@ -143,8 +143,8 @@ def of_bias_gelu(case: Case) -> list[Row]:
 FUNCTIONS = {"activation": of_activation, "bias_gelu": of_bias_gelu}
 
 
-@harness.case("activation", ["activation"] * 3, SHAPES)
-@harness.case("bias_gelu", ["bias_gelu"] * 3, SHAPES)
+@harness.case("activation", ["activation"] * len(SHAPES), SHAPES)
+@harness.case("bias_gelu", ["bias_gelu"] * len(SHAPES), SHAPES)
 def rows(name: str, shape: tuple[int, int]) -> Iterator[harness.Row]:
     for function, size, call, peers in FUNCTIONS[name](Case(shape)):
         num_bytes = size * shape[0] * shape[1]
