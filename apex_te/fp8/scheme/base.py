@@ -902,7 +902,7 @@ def layout_of(recipe: Recipe) -> Layout:
     """Returns the form in which weights quantized with ``recipe`` are stored.
 
     Raises:
-        NotImplementedError: the recipe's scheme has no such form.
+        NotImplementedError: weights with this recipe cannot be held in FP8 only.
     """
     layout = scheme_of(recipe).layout
     if layout is None:
