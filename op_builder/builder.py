@@ -131,7 +131,14 @@ class OpBuilder(ApexMembers, OpSpec):
     def build_steps(
         self, device: str, archs: Sequence[Arch], folder: str, output: str
     ) -> list[Step]:
-        """Returns the commands that compile the library in ``folder`` and link it to ``output``."""
+        """Returns the commands that compile and link the library, in order, without running them.
+
+        Args:
+            device: "cpu" or "cuda".
+            archs: GPU archs to compile for; not read for "cpu".
+            folder: folder of the object files.
+            output: path of the library.
+        """
         return library.build_steps(self, device, archs, folder, output)
 
 

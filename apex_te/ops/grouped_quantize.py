@@ -148,7 +148,17 @@ def allocate(
 ) -> GroupedOutput:
     """Returns uninitialised FP8 copies of groups of rows, on ``like``'s device, for a scale each.
 
-    ``shape`` is (rows, cols); ``scale_inv`` None stands for a new one.
+    Args:
+        op: name of the caller, for errors.
+        like: tensor whose device the copies get.
+        shape: (rows, cols).
+        groups: the groups, made for ``rows`` rows.
+        fp8_dtype: dtype of the data.
+        rowwise, columnwise: the copies to allocate.
+        scale_inv: float32 [groups] to use in the result; None allocates it.
+
+    Raises:
+        ValueError: ``groups`` was made for another number of rows.
     """
     rows, cols = shape
     check_rows(op, rows, groups)
@@ -284,7 +294,15 @@ def allocate_blocks(
     rowwise: bool,
     columnwise: bool,
 ) -> GroupedOutput:
-    """Returns uninitialised FP8 copies of groups of rows, as ``allocate``, for 1x128 blocks."""
+    """Returns uninitialised FP8 copies of groups of rows, as ``allocate``, for 1x128 blocks.
+
+    Args:
+        op, like, shape, groups, fp8_dtype, rowwise, columnwise: as in ``allocate``.
+
+    Raises:
+        TypeError: ``fp8_dtype`` is not an FP8 dtype.
+        ValueError: ``groups`` was made for another number of rows, or no copy is asked for.
+    """
     fp8_output.check_fp8_dtype(op, fp8_dtype)
     rows, cols = shape
     check_rows(op, rows, groups)

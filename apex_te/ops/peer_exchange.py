@@ -58,9 +58,15 @@ def sum_pieces(
 ) -> None:
     """Writes the sum of all ranks' pieces to ``out``, once the other ranks' pieces have arrived.
 
-    Elements are added in float32 in the order of ranks. ``buffer`` must contain this rank's own
-    piece; ``out`` is a contiguous float tensor of a piece's size. A time-out has the effect
-    described in ``await_rank``.
+    Elements are added in float32 in the order of ranks.
+
+    Args:
+        buffer: this rank's buffer, uint8, which must contain its own piece.
+        ranks: number of ranks.
+        rank: this rank.
+        number: number of the exchange, as in ``send``.
+        timeout_ms: milliseconds to wait, with the effect described in ``await_rank``.
+        out: contiguous float tensor of a piece's size.
     """
     _lib.peer_sum(buffer, ranks, rank, number, timeout_ms, out)
 

@@ -313,6 +313,10 @@ def refuse_derivatives(name: str, args: tuple[Any, ...]) -> None:
 
     It detects transforms of torch.func and forward mode, not plain autograd. Calls from an
     ``OpFunction`` pass, since their tensors are untracked.
+
+    Args:
+        name: the op's name, for the error.
+        args: the op's arguments; other values than tensors are skipped.
     """
     refuse_tangents(name, args)
     if torch.is_grad_enabled() and any(map(_is_differentiated, _tensors(args))):

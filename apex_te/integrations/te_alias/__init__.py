@@ -49,7 +49,15 @@ def uninstall() -> None:
 
 
 def serve(made_for: str, version: str) -> None:
-    """Puts the shims in the place of the stub package, whose code calls this function."""
+    """Replaces the stub package with the shims; only the stub package calls it.
+
+    Args:
+        made_for: version of apex_te that wrote the stub package.
+        version: version that the shims are to show as theirs.
+
+    Raises:
+        ImportError: ``made_for`` is not the version of apex_te that runs.
+    """
     aliases.serve(TRANSFORMER_ENGINE, made_for, version)
 
 

@@ -310,9 +310,12 @@ class Step:
     def made(self, name: str, device: torch.device) -> torch.Tensor:
         """Returns a tensor of the step, made once and not in each layer.
 
-        ``"new_places"`` and ``"all_places"`` are indices of the new and of all tokens in the rows
-        of the cache, int64; ``"inputs"`` those of the new tokens in inputs padded to
-        ``longest_new``; for the others see the methods of their names.
+        Args:
+            name: ``"new_places"`` and ``"all_places"`` are indices of the new and of all tokens in
+                the rows of the cache, int64; ``"inputs"`` those of the new tokens in inputs padded
+                to ``longest_new``. ``"starts"``, ``"cu_new"`` and ``"cu_total"`` are described by
+                the methods of these names.
+            device: device of the tensor.
         """
         key = (name, device)
         if key not in self._tensors:
@@ -507,7 +510,13 @@ def extended(
 
 
 def without_gradient(owner: str, queries: torch.Tensor, training: bool) -> torch.Tensor:
-    """Returns queries whose backward raises RuntimeError: the cache holds keys without history."""
+    """Returns queries whose backward raises RuntimeError: the cache holds keys without history.
+
+    Args:
+        owner: name of the module, for the error.
+        queries: the queries; they are returned themselves if no gradient can reach them.
+        training: True returns the queries unguarded; the caller refuses a cache in training.
+    """
     if training or not (torch.is_grad_enabled() and queries.requires_grad):
         return queries
     guarded: torch.Tensor = _NoGradient.apply(queries, owner)

@@ -21,7 +21,7 @@ __all__ = [
 
 
 def divide(numerator: int, denominator: int) -> int:
-    """Returns the quotient of two integers.
+    """Returns the quotient ``numerator / denominator`` of two integers.
 
     Raises:
         ValueError: the division leaves a remainder.

@@ -51,10 +51,15 @@ class HaloExchanger:
         left_input_halo: torch.Tensor | None = None,
         right_input_halo: torch.Tensor | None = None,
     ) -> Halos:
-        """Sends a halo to each neighbour, and returns (left, right) halos that they sent.
+        """Sends a halo to each neighbour, and returns the (left, right) halos that they sent.
 
-        At an end of the image the input is zeros. Input tensors that are given are written and
-        returned.
+        Collective. At an end of the image the input is zeros.
+
+        Args:
+            left_output_halo, right_output_halo: what the left and the right neighbour get, of one
+                shape and dtype.
+            left_input_halo, right_input_halo: tensors to write to and return; new ones unless both
+                are given.
         """
         if left_input_halo is None or right_input_halo is None:
             left_input_halo = torch.empty_like(left_output_halo)
@@ -99,7 +104,11 @@ class HaloExchangerAllGather(HaloExchanger):
 
 
 class HaloExchangerSendRecv(HaloExchanger):
-    """Exchanger by point-to-point messages in the default process group."""
+    """Exchanger by point-to-point messages in the default process group.
+
+    Arguments and errors are those of ``HaloExchanger``. The first exchange sets up the
+    communicator, so every rank of the default group must take part in it.
+    """
 
     def __init__(self, ranks: Sequence[int], rank_in_group: int) -> None:
         super().__init__(ranks, rank_in_group)
@@ -117,7 +126,15 @@ class HaloExchangerSendRecv(HaloExchanger):
 
 
 class HaloExchangerPeer(HaloExchangerSendRecv):
-    """``HaloExchangerSendRecv`` with apex's arguments for peer memory, which is not used."""
+    """``HaloExchangerSendRecv`` with apex's arguments for peer memory, which is not used.
+
+    Args:
+        ranks, rank_in_group: as in ``HaloExchanger``.
+        peer_pool, explicit_nhwc, numSM: no effect.
+
+    Raises:
+        ValueError: as for ``HaloExchanger``.
+    """
 
     def __init__(
         self,

@@ -42,7 +42,14 @@ def eligible_modules(
     allowed_layer_names: Sequence[str] | None,
     disallowed_layer_names: Sequence[str],
 ) -> list[tuple[str, nn.Module]]:
-    """Returns names and modules of the listed types, without those that are not allowed."""
+    """Returns (name, module) pairs of the modules of a model that are to be pruned.
+
+    Args:
+        model: the model; names are those of ``named_modules``.
+        whitelist_layer_types: types to take, subclasses included.
+        allowed_layer_names: names to take; None takes all.
+        disallowed_layer_names: names to leave out.
+    """
     return [
         (name, module)
         for name, module in model.named_modules()

@@ -123,7 +123,16 @@ def get_current_global_batch_size() -> int:
 
 
 def update_num_microbatches(consumed_samples: int, consistency_check: bool = True) -> None:
-    """Adapts the global batch to the samples that were consumed so far."""
+    """Adapts the global batch to the samples that were consumed so far.
+
+    Args:
+        consumed_samples: number of samples.
+        consistency_check: raise an error if microbatches do not divide the global batch.
+
+    Raises:
+        RuntimeError: ``setup_microbatch_calculator`` was not called.
+        ValueError: with ``consistency_check``, microbatches do not divide the global batch.
+    """
     _calculator().update(consumed_samples, consistency_check)
 
 

@@ -54,7 +54,12 @@ def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: torch.Tenso
 def copy_tensor_model_parallel_attributes(
     destination_tensor: torch.Tensor, source_tensor: torch.Tensor
 ) -> None:
-    """Marks a tensor as another one is marked."""
+    """Copies the marks of ``set_tensor_model_parallel_attributes`` from a tensor to another one.
+
+    Args:
+        destination_tensor: the tensor to mark; earlier marks are overwritten.
+        source_tensor: the tensor whose marks are copied; those that it lacks are left out.
+    """
     for name in _ATTRIBUTES:
         if hasattr(source_tensor, name):
             setattr(destination_tensor, name, getattr(source_tensor, name))

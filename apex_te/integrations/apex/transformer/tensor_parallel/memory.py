@@ -72,7 +72,16 @@ class MemoryBuffer:
 
 
 class RingMemBuffer:
-    """Several buffers, used in turn."""
+    """Several buffers, used in turn.
+
+    Args:
+        name: the buffers are called ``name 0``, ``name 1`` and so on.
+        num_buffers: number of buffers.
+        numel, dtype, track_usage: of each buffer, as in ``MemoryBuffer``.
+
+    Raises:
+        ValueError: a buffer has one of the names.
+    """
 
     def __init__(
         self, name: str, num_buffers: int, numel: int, dtype: torch.dtype, track_usage: bool
@@ -98,6 +107,9 @@ class RingMemBuffer:
 
 def allocate_mem_buff(name: str, numel: int, dtype: torch.dtype, track_usage: bool) -> MemoryBuffer:
     """Makes a buffer that ``get_mem_buff`` finds by its name.
+
+    Args:
+        name, numel, dtype, track_usage: as in ``MemoryBuffer``.
 
     Raises:
         ValueError: a buffer has the name.

@@ -73,7 +73,10 @@ def cast_master_weights_to_fp8(
     fsdp_shard_model_weights: Any = None,
     manual_post_all_gather_processing: bool = False,
 ) -> None:
-    """Quantizes this rank's parts of master weights, by the earlier name of the function."""
+    """Quantizes this rank's parts of master weights, as ``quantize_master_weights`` does.
+
+    It is that function's earlier name, with its arguments and errors.
+    """
     quantize_master_weights(
         model_weights, master_weights, start_offsets, group, fsdp_shard_model_weights,
         manual_post_all_gather_processing,
