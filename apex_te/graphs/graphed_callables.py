@@ -336,12 +336,15 @@ class GraphedForward:
             ]
 
     def install(self) -> None:
-        """Replaces the module's ``forward`` by this object."""
+        """Replaces the module's ``forward`` by this object, and calls ``hold_states``."""
         self.hold_states()
         self.module.forward = self
 
     def hold_states(self) -> None:
-        """Keeps the FP8 states that the graphs read, to notice if one has moved."""
+        """Keeps the FP8 states that the graphs read, to notice if one has moved.
+
+        Call it after the capture, as ``install`` does.
+        """
         states = [m.fp8_state for m in self.capture.modules if m.fp8_state.allocated]
         # Held, so that nobody else is given the memory that the graphs write to.
         self.states = [(state, state.amax_history_fwd) for state in states]

@@ -167,6 +167,9 @@ class Layout:
         """Returns the columnwise data ``[count, cols, rows]`` and ``scale_inv`` of stored weights.
 
         None, the default, has the caller call ``columnwise`` for each.
+
+        Args:
+            held: rowwise copies ``[count, rows, cols]``, as ``quantize_stack`` makes them.
         """
         return None
 
@@ -857,7 +860,12 @@ class Scheme:
         return QuantizerSets(same, same, same, same)
 
     def gemm_backend(self, recipe: Any, device: torch.device) -> GemmBackend:
-        """Makes the backend that multiplies the recipe's operands."""
+        """Makes the backend that multiplies the recipe's operands; by default a ``backend``.
+
+        Args:
+            recipe: the region's recipe, of this scheme.
+            device: the operands' device.
+        """
         return self.backend(recipe.use_split_accumulator, device)
 
     def gemm_quantizers(
@@ -875,11 +883,21 @@ class Scheme:
         raise NotImplementedError
 
     def stored_recipe(self, recipe: Any) -> Recipe:
-        """Returns the recipe that quantizes weights held in FP8 only, given a region's recipe."""
+        """Returns the recipe that quantizes weights held in FP8 only; by default ``recipe``.
+
+        Args:
+            recipe: the region's recipe, of this scheme.
+        """
         return recipe
 
     def restores(self, recipe: Any) -> bool:
-        """Returns True if a stored weight's values in any dtype give the same data once more."""
+        """Returns True if a stored weight's values in any dtype give the same data once more.
+
+        True is the default. Weights of other recipes are saved as data and scales.
+
+        Args:
+            recipe: the recipe that the weight is stored with.
+        """
         return True
 
 

@@ -358,15 +358,24 @@ class PaddedStep:
         self.longest_new, self.longest = longest_new, longest
 
     def starts(self, device: torch.device) -> torch.Tensor:
-        """Returns the number of cached tokens of each sequence, int32 [sequences]."""
+        """Returns the number of cached tokens of each sequence, int32 [sequences].
+
+        ``device`` has no effect: the result is a view of ``table``, on its device.
+        """
         return self._starts[:-1]
 
     def cu_new(self, device: torch.device) -> torch.Tensor:
-        """Returns where the new tokens of each sequence begin, int32 [sequences + 1]."""
+        """Returns where the new tokens of each sequence begin, int32 [sequences + 1].
+
+        ``device`` has no effect: the result is a view of ``table``, on its device.
+        """
         return self._cu_new
 
     def cu_total(self, device: torch.device) -> torch.Tensor:
-        """Returns where all tokens of each sequence begin, int32 [sequences + 1]."""
+        """Returns where all tokens of each sequence begin, int32 [sequences + 1].
+
+        ``device`` has no effect: the result is a view of ``table``, on its device.
+        """
         return self._cu_total
 
     def row_starts(self) -> torch.Tensor:

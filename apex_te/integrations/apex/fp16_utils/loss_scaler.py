@@ -21,7 +21,7 @@ class LossScaler:
         self.cur_scale = scale
 
     def has_overflow(self, params: Iterable[torch.Tensor]) -> bool:
-        """Returns False: gradients are not checked."""
+        """Returns False: gradients are not checked, and ``params`` are not read."""
         return False
 
     def update_scale(self, overflow: bool) -> None:

@@ -143,7 +143,10 @@ def nvtx_range_push(msg: str) -> None:
 
 
 def nvtx_range_pop(msg: str | None = None) -> None:
-    """Ends the innermost range of ``nvtx_range_push``; does nothing without a GPU."""
+    """Ends the innermost range of ``nvtx_range_push``; does nothing without a GPU.
+
+    ``msg`` is not read: ranges end in the opposite order of their beginnings.
+    """
     if torch.cuda.is_available():
         torch.cuda.nvtx.range_pop()
 

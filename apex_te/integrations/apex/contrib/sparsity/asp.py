@@ -274,7 +274,12 @@ class ASP:
         save_permutation_graph: bool = False,
         permutation_output_dir: str = ".",
     ) -> None:
-        """Sets ``allow_permutation``.
+        """Sets ``allow_permutation``, which has no effect but a warning when masks are computed.
+
+        Args:
+            allow_permutation: the value.
+            save_permutation_graph: must be False.
+            permutation_output_dir: not read.
 
         Raises:
             NotImplementedError: ``save_permutation_graph`` is set; there are no permutations.

@@ -248,7 +248,14 @@ class VocabParallelEmbedding(torch.nn.Module):
         self.weight, _ = _weight(shape, 0, 1, init_method, params_dtype, use_cpu_initialization)
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
-        """Returns the embeddings [..., embedding_dim] of indices [...], equal on all ranks."""
+        """Returns the embeddings [..., embedding_dim] of indices [...], equal on all ranks.
+
+        Collective. An index outside of the vocabulary gives zeros on several ranks; on one rank it
+        is PyTorch's error.
+
+        Args:
+            input_: int32 or int64 [...], equal on all ranks.
+        """
         if self.tensor_model_parallel_size == 1:
             return functional.embedding(input_, self.weight)
         others = (input_ < self.vocab_start_index) | (input_ >= self.vocab_end_index)
