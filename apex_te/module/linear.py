@@ -24,7 +24,8 @@ __all__ = ["Linear", "LinearLayer", "LinearParameters"]
 class LinearParameters(ParallelModule):
     """FP8 module with a weight [out, in] and a bias [out], each of one parameter or several.
 
-    If the layer is split over ranks, the weight is [out / ranks, in] (``"column"``) or [out, in /
+    Base of ``Linear``, ``LayerNormLinear`` and Megatron's layers, not to be constructed itself. If
+    the layer is split over ranks, the weight is [out / ranks, in] (``"column"``) or [out, in /
     ranks] (``"row"``).
 
     Attributes:

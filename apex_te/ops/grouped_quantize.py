@@ -498,8 +498,10 @@ def block_values_of_columns(
 ) -> torch.Tensor:
     """Decodes a columnwise copy of ``block_quantize_groups`` to float32 [cols, columns].
 
-    ``scale_inv`` is float32 [lines, cols rounded up to 4], ``column_ends`` int32 [groups]; columns
-    after the last group get undefined values.
+    Args:
+        fp8_data: FP8 [cols, columns].
+        scale_inv: float32 [lines, cols rounded up to 4].
+        column_ends: int32 [groups]; columns after the last group get undefined values.
     """
     at = torch.arange(fp8_data.shape[1], dtype=torch.int32, device=fp8_data.device)
     group = torch.searchsorted(column_ends, at, right=True).clamp_(max=column_ends.numel() - 1)
@@ -659,7 +661,12 @@ def decode(fp8_data: torch.Tensor) -> torch.Tensor:
 
 @checked
 def scale_rows(out: torch.Tensor, factor: torch.Tensor) -> None:
-    """Multiplies each row of contiguous ``out`` by its factor, float32 [rows], in place."""
+    """Multiplies each row of a matrix by its factor, in place.
+
+    Args:
+        out: contiguous [rows, ...], in float32, float16 or bfloat16.
+        factor: float32 [rows].
+    """
     _scale_rows(out.flatten(1), factor)
     note_written(out)
 

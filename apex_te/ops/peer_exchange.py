@@ -49,6 +49,12 @@ def await_rank(buffer: torch.Tensor, rank: int, number: int, timeout_ms: int) ->
 
     If they have not arrived after ``timeout_ms`` milliseconds, a device-side assert fails; the
     process can then no longer use the GPU.
+
+    Args:
+        buffer: this rank's buffer, uint8.
+        rank: the sender.
+        number: number of the exchange, as in ``send``.
+        timeout_ms: milliseconds to wait.
     """
     _lib.peer_await(buffer, rank, number, timeout_ms)
 
@@ -72,7 +78,10 @@ def sum_pieces(
 
 
 def join(buffer: torch.Tensor, sent: torch.cuda.Event) -> None:
-    """Makes the current stream wait for an event that ``send`` recorded; ``buffer`` names the
-    device.
+    """Makes the current stream wait for an event that ``send`` recorded.
+
+    Args:
+        buffer: this rank's buffer, which names the device.
+        sent: the event that ``send`` was given.
     """
     _lib.peer_join(buffer, sent.cuda_event)

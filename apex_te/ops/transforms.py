@@ -17,8 +17,14 @@ __all__ = ["apply", "refuse_derivatives", "refuse_tangents", "run_samples"]
 
 
 def apply(function: Any, args: tuple[Any, ...]) -> Any:
-    """Applies an ``OpFunction`` under grad, vjp and vmap, in any order; ``args`` are without
-    ctx.
+    """Applies an ``OpFunction`` under grad, vjp and vmap, in any order.
+
+    Args:
+        function: the ``OpFunction``.
+        args: arguments of its ``forward``, without ctx.
+
+    Returns:
+        What its ``forward`` returns.
     """
     tensors = [a for a in args if isinstance(a, torch.Tensor)]
     rest = tuple(None if isinstance(a, torch.Tensor) else a for a in args)

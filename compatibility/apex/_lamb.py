@@ -92,7 +92,7 @@ def multi_tensor_lamb_mp(
         step: one float32 or int32 element.
         global_grad_norm: L2 norm of all gradients before they are multiplied by inv_scale.
         max_grad_norm: largest norm of the gradients before they are multiplied by inv_scale, one
-            element.
+            element; 0 makes all gradients 0.
         found_inf: not read; apex's caller copies found_inf to noop_flag.
         inv_scale: factor for the gradients, one float32 element.
     """

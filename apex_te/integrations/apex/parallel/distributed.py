@@ -77,7 +77,8 @@ class Reducer:
     """Averages gradients over all ranks when ``reduce`` is called.
 
     Args:
-        module_or_grads_list: a module, whose parameters become those of rank 0, or tensors.
+        module_or_grads_list: a module, whose parameters become those of rank 0 (collective), or
+            gradients in nested lists and tuples.
     """
 
     def __init__(self, module_or_grads_list: torch.nn.Module | Sequence[torch.Tensor]) -> None:
@@ -90,7 +91,11 @@ class Reducer:
             extract_tensors(module_or_grads_list, self.grads)
 
     def reduce(self) -> None:
-        """Averages all existing gradients."""
+        """Averages all existing gradients over the ranks of the default process group, in place.
+
+        Collective: every rank must have gradients of the same parameters. Each dtype takes one
+        all-reduce.
+        """
         grads = self.grads
         if self.module is not None:
             grads = [p.grad for p in self.module.parameters() if p.grad is not None]

@@ -108,17 +108,29 @@ def _calculator() -> NumMicroBatchesCalculator:
 
 
 def get_micro_batch_size() -> int:
-    """Returns the samples of a microbatch."""
+    """Returns the samples of a microbatch.
+
+    Raises:
+        RuntimeError: ``setup_microbatch_calculator`` was not called.
+    """
     return _calculator().micro_batch_size
 
 
 def get_num_microbatches() -> int:
-    """Returns the microbatches of a step, per data-parallel rank."""
+    """Returns the microbatches of a step, per data-parallel rank.
+
+    Raises:
+        RuntimeError: ``setup_microbatch_calculator`` was not called.
+    """
     return _calculator().get()
 
 
 def get_current_global_batch_size() -> int:
-    """Returns the samples of a step, over all data-parallel ranks."""
+    """Returns the samples of a step, over all data-parallel ranks.
+
+    Raises:
+        RuntimeError: ``setup_microbatch_calculator`` was not called.
+    """
     return _calculator().get_current_global_batch_size()
 
 
@@ -139,7 +151,12 @@ def update_num_microbatches(consumed_samples: int, consistency_check: bool = Tru
 def get_kth_microbatch(batch: Sequence[torch.Tensor] | None, k: int) -> list[torch.Tensor] | None:
     """Returns the samples of microbatch ``k`` of each tensor, as views; None for None.
 
+    Args:
+        batch: tensors whose first dimension is the samples, or None.
+        k: number of the microbatch, from 0.
+
     Raises:
+        RuntimeError: ``setup_microbatch_calculator`` was not called.
         ValueError: a tensor has too few samples.
     """
     if batch is None:
