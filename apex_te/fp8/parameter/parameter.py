@@ -480,10 +480,16 @@ class FP8Parameter(torch.Tensor):
         *,
         out: torch.Tensor | None = None,
     ) -> Any:
-        """Makes the whole weight from the gathered data, or fills ``out``; a hook of FSDP2.
+        """Makes the whole weight from the gathered data, or fills ``out``; only FSDP2 calls it.
 
-        Also returns the tensors whose memory FSDP2 manages. ``metadata`` has the dtype of FSDP2's
-        policy, so that ``param_dtype`` is ignored.
+        Args:
+            all_gather_outputs: the gathered tensors of ``fsdp_pre_all_gather``.
+            metadata: its context, which has the dtype of FSDP2's policy.
+            param_dtype: not read.
+            out: weight of an earlier call, to be filled; None makes one.
+
+        Returns:
+            ``(weight, tensors)``, with the tensors whose memory FSDP2 manages; None with ``out``.
         """
         held, recipe, dtype = gathered_fp8_data(self, all_gather_outputs, metadata)
         held.free = self._held.free

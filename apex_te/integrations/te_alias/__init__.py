@@ -62,5 +62,13 @@ def serve(made_for: str, version: str) -> None:
 
 
 def claimed_version(level: str | None = None) -> str:
-    """Returns the alias's version, such as ``"2.14.0+apexte.0.1.0"``."""
+    """Returns the alias's version, such as ``"2.14.0+apexte.0.1.0"``.
+
+    Args:
+        level: Transformer Engine's release in it; None takes it from
+            ``APEX_TE_TE_VERSION``, else the release that apex_te follows.
+
+    Raises:
+        ValueError: ``level`` is not a version such as ``"2.14.0"``.
+    """
     return aliases.claimed_version(TRANSFORMER_ENGINE, level)

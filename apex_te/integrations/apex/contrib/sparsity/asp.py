@@ -259,7 +259,9 @@ class ASP:
     def prune_trained_model(cls, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Prunes a trained model's linear layers, 2D convolutions and attention.
 
-        The optimizer, which is to train it further, keeps the weights sparse.
+        The optimizer, which is to train it further, keeps the weights sparse. Errors are those of
+        ``init_model_for_pruning``, ``init_optimizer_for_pruning`` and ``compute_sparse_masks``,
+        which it calls.
         """
         cls.init_model_for_pruning(
             model, "m4n2_1d", verbosity=2, whitelist=(nn.Linear, nn.Conv2d, nn.MultiheadAttention)

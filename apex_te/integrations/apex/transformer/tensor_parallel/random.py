@@ -75,7 +75,14 @@ def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool,
     """Calls ``function(*args)``, which is called again in backward instead of keeping tensors.
 
     The second call draws the same random numbers, the tracker's included.
-    ``distribute_saved_activations`` is accepted: each rank keeps the whole first argument.
+
+    Args:
+        function: the function.
+        distribute_saved_activations: no effect: each rank keeps the whole first argument.
+        args: its positional arguments.
+
+    Returns:
+        What ``function`` returns.
     """
     before: list[dict[str, torch.Tensor]] = []
 
