@@ -143,7 +143,12 @@ class OpBuilder(ApexMembers, OpSpec):
         return library.key_flags(self, device)
 
     def compiler_version(self, device: str, archs: Sequence[Arch] = ()) -> str:
-        """Returns the version text of the compilers that would build the library for ``archs``."""
+        """Returns the version text of the compilers that would build the library.
+
+        Args:
+            device: "cpu" or "cuda".
+            archs: GPU archs to build for, which nvcc must support; not read for "cpu".
+        """
         return library.compiler_version(self, device, archs)
 
     def build_steps(

@@ -134,11 +134,17 @@ def function(op: str, name: str) -> Any:
 
 
 def tensor_list(tensors: Iterable[torch.Tensor]) -> Any:
-    """Returns a list of tensors, checked in advance, that an op takes instead of a plain list.
+    """Returns tensors as a list that ops take instead of a plain list, at a fraction of its cost.
 
-    The tensors are checked in full once, here. Each later call reads only their addresses, shapes
-    and strides, which costs a fraction of a plain list. For eager calls only: torch.compile needs a
-    plain list.
+    The first call that uses the list checks the tensors in full, and raises the errors of that op.
+    Each later call reads only their addresses, shapes and strides. For eager calls only:
+    torch.compile needs a plain list.
+
+    Args:
+        tensors: the tensors; a tensor may be resized or get other storage later.
+
+    Raises:
+        TypeError: ``tensors`` is not iterable.
     """
     return core().TensorList(tensors)
 

@@ -73,7 +73,10 @@ class HaloExchanger:
 
 
 class HaloExchangerNoComm(HaloExchanger):
-    """Exchanger without communication, to measure with: the rank gets its own halos, swapped."""
+    """Exchanger without communication, to measure with: the rank gets its own halos, swapped.
+
+    Arguments and errors are those of ``HaloExchanger``; the ends of an image are not zeros.
+    """
 
     def _exchange(self, outputs: Halos, inputs: Halos) -> None:
         for into, out in zip(inputs, reversed(outputs), strict=True):
@@ -81,7 +84,15 @@ class HaloExchangerNoComm(HaloExchanger):
 
 
 class HaloExchangerAllGather(HaloExchanger):
-    """Exchanger by an all-gather of the halos of all ranks of process group ``comm``."""
+    """Exchanger by an all-gather of the halos of all ranks.
+
+    Args:
+        ranks, rank_in_group: as in ``HaloExchanger``.
+        comm: process group of these ranks, in their order.
+
+    Raises:
+        ValueError: as for ``HaloExchanger``.
+    """
 
     def __init__(self, ranks: Sequence[int], rank_in_group: int, comm: Any) -> None:
         super().__init__(ranks, rank_in_group)
@@ -149,7 +160,11 @@ class HaloExchangerPeer(HaloExchangerSendRecv):
 
 
 class HaloPadder:
-    """Adds the halos of the neighbours to a tensor, through the exchanger ``halo_ex``."""
+    """Function that adds the halos of the neighbours to a tensor; call the object.
+
+    Args:
+        halo_ex: the ``HaloExchanger`` to exchange them with.
+    """
 
     def __init__(self, halo_ex: HaloExchanger) -> None:
         self.halo_ex = halo_ex
