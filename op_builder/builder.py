@@ -62,7 +62,15 @@ class OpBuilder(ApexMembers, OpSpec):
         return self.is_compatible()
 
     def open(self, device: str = "cpu", capability: Capability | None = None) -> OpenedLibrary:
-        """Returns the opened library for ``device``, which is compiled if no cache holds it."""
+        """Returns the opened library for ``device``, which is compiled if no cache holds it.
+
+        Args:
+            device, capability: as in ``find``.
+
+        Raises:
+            UnknownOpError: the op has no library for ``device``.
+            BuildError: compiling failed.
+        """
         return open_library(self, device, capability)
 
     def find(
@@ -91,11 +99,21 @@ class OpBuilder(ApexMembers, OpSpec):
 
         Args:
             verbose: shows the compiler commands.
+
+        Raises:
+            BuildError: the op's ``is_compatible`` is False, or compiling failed.
         """
         return self._load(verbose, force=False)
 
     def jit_load(self, verbose: bool = False) -> ModuleType:
-        """Compiles what ``load`` would look up, and returns the op's Python module."""
+        """Compiles what ``load`` would look up, and returns the op's Python module.
+
+        Args:
+            verbose: shows the compiler commands.
+
+        Raises:
+            BuildError: the op's ``is_compatible`` is False, or compiling failed.
+        """
         return self._load(verbose, force=True)
 
     def _load(self, verbose: bool, force: bool) -> ModuleType:
@@ -125,13 +143,25 @@ class OpBuilder(ApexMembers, OpSpec):
         return library.key_flags(self, device)
 
     def compiler_version(self, device: str, archs: Sequence[Arch] = ()) -> str:
-        """Returns the version text of the compilers that would build the library for ``archs``."""
+        """Returns the version text of the compilers that would build the library.
+
+        Args:
+            device: "cpu" or "cuda".
+            archs: GPU archs to build for, which nvcc must support; not read for "cpu".
+        """
         return library.compiler_version(self, device, archs)
 
     def build_steps(
         self, device: str, archs: Sequence[Arch], folder: str, output: str
     ) -> list[Step]:
-        """Returns the commands that compile the library in ``folder`` and link it to ``output``."""
+        """Returns the commands that compile and link the library, in order, without running them.
+
+        Args:
+            device: "cpu" or "cuda".
+            archs: GPU archs to compile for; not read for "cpu".
+            folder: folder of the object files.
+            output: path of the library.
+        """
         return library.build_steps(self, device, archs, folder, output)
 
 

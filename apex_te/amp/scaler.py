@@ -172,7 +172,18 @@ class LossScaler:
         self.take(self.checked(state_dict))
 
     def checked(self, state_dict: dict[str, Any]) -> dict[str, float]:
-        """Returns the numbers of a state dict by name, missing ones with defaults, for ``take``."""
+        """Returns the numbers of a state dict by name, missing ones with defaults, for ``take``.
+
+        Args:
+            state_dict: has ``loss_scale`` and ``unskipped``; ``hysteresis`` (default: the scaler's
+                own) and ``skipped`` (default 0) may be missing. Values are numbers or one-element
+                tensors.
+
+        Raises:
+            TypeError: ``state_dict`` is not a dict, or a value is not a number.
+            RuntimeError: a required name is missing, or another name is present.
+            ValueError: the scale is not above 0 and finite in float32, or a count is out of range.
+        """
         if not isinstance(state_dict, dict):
             raise TypeError(
                 f"LossScaler: state_dict must be a dict, got {type(state_dict).__name__}"

@@ -173,7 +173,11 @@ class TokenDispatcher:
         """Cuts what ``dispatch`` sends into parts; collective.
 
         "all_to_all" cuts the experts of each rank, so that every expert has its rows in one part,
-        "all_gather" the tokens. The host waits as often as for one part.
+        "all_gather" the tokens. The host waits as often as for one part. The other arguments, and
+        the errors, are those of ``dispatch``.
+
+        Args:
+            chunks: number of parts, equal on all ranks.
 
         Returns:
             chunks: for each part a function that sends it, and returns a function which waits for
@@ -408,12 +412,15 @@ def _capturing() -> bool:
 class Dispatch:
     """Tokens that this rank's experts compute on, from ``TokenDispatcher.dispatch``.
 
+    Only a ``TokenDispatcher`` constructs it.
+
     Attributes:
         rows: ``[rows, hidden]`` in the dtype of the tokens, one row for each pair of a token and
             one of this rank's experts, ordered by expert. Each expert's rows are padded with zero
             rows to a multiple of ``align``.
         m_splits: number of rows of each of this rank's experts, padding included: the argument of
             ``GroupedLinear``. A list of ints with "all_to_all", an int32 tensor with "all_gather".
+        counts: ``m_splits`` as an int32 tensor on the tokens' device.
     """
 
     __slots__ = ("_combine", "_compare", "_join", "counts", "m_splits", "rows")
@@ -456,7 +463,14 @@ class Dispatch:
         return self._join([self.begin_combine(results)()])
 
     def begin_combine(self, results: torch.Tensor) -> Arrival:
-        """Begins to send results back, and returns a function that waits for them."""
+        """Begins to send results back, and returns a function that waits for them.
+
+        Collective; argument and errors are those of ``combine``.
+
+        Returns:
+            A function without arguments, whose result ``join`` of ``TokenDispatcher.begin_chunks``
+                takes.
+        """
         error = None
         if results.dim() != 2 or results.shape[0] != self.rows.shape[0]:
             error = ValueError(

@@ -37,8 +37,16 @@ class _Compiled:
 class ModuleFP8:
     """FP8 state of a module, and its quantizers, which are built once for each recipe.
 
-    ``label`` is the module's class, with its layer or pipeline stage if known; it is equal on all
-    ranks. ``handle`` is ``number`` as int64 ``[1]`` on the CPU, for ops in compiled code.
+    Args:
+        gemms: number of GEMMs of the module, each with its own quantizers.
+        owner: the ``torch.nn.Module`` that the state belongs to, kept as a weak reference; None if
+            unknown, until ``belong_to`` sets it.
+
+    Attributes:
+        state: the ``FP8State``; it has no tensors until a forward allocates them.
+        number: number of this object in the process's registry.
+        handle: ``number`` as int64 ``[1]`` on the CPU, for ops in compiled code.
+        label: the module's class, with its layer or pipeline stage if known; equal on all ranks.
     """
 
     number: int
@@ -128,7 +136,15 @@ class ModuleFP8:
         records: bool = True,
         amax_group: AmaxGroup | None = None,
     ) -> QuantizerSets:
-        """Returns the quantizers for one forward; builds them and allocates the state if needed."""
+        """Returns the quantizers for one forward; builds them and allocates the state if needed.
+
+        Args:
+            key: name that ``apex_te.fp8.delayed.ranks.intern`` gave the recipe.
+            recipe: the region's recipe.
+            device: device of the operands, to which the state is moved.
+            records: True if the forward records amax values; only it refits an existing state.
+            amax_group: ranks that take the maximum of their amax values; None for none.
+        """
         if torch.compiler.is_compiling():
             if torch.compiler.is_dynamo_compiling():  # which runs the marked function by itself
                 self._prepare(key, device.type, device.index, records)
@@ -143,7 +159,11 @@ class ModuleFP8:
         return self.adapt(key, recipe, device, records)
 
     def active(self, key: str, amax_group: AmaxGroup | None) -> QuantizerSets | None:
-        """Returns the quantizers of the last recording forward; None if they do not apply now."""
+        """Returns the quantizers of the last recording forward; None if they do not apply now.
+
+        Args:
+            key, amax_group: as in ``quantizers``.
+        """
         entered = amax_group is None or amax_group is self._sync.amax_group
         return self._active if entered and self._active_key == key else None
 
@@ -157,7 +177,11 @@ class ModuleFP8:
     def adapt(
         self, key: str, recipe: Recipe, device: torch.device, records: bool = True
     ) -> QuantizerSets:
-        """Returns quantizers for ``recipe``; only recording forwards refit an existing state."""
+        """Returns quantizers for ``recipe``; only recording forwards refit an existing state.
+
+        Args:
+            key, recipe, device, records: as in ``quantizers``.
+        """
         state = self.state
         exists = state.allocated and state.device.type != "meta"
         if exists and recipe.keeps_state and device.type != "meta" and state.device != device:
@@ -228,7 +252,14 @@ class ModuleFP8:
             self._active = None
 
     def traced_weight(self, gemm: int, dtype: torch.dtype, *sizes: int) -> TracedWeight:
-        """Returns the FP8 copies of a GEMM's weight that compiled code keeps between calls."""
+        """Returns the FP8 copies of a GEMM's weight that compiled code keeps between calls.
+
+        Args:
+            gemm: number of the GEMM in the module.
+            dtype: FP8 dtype of the copies.
+            sizes: rows and columns of the weight, and the number of parameters that it is made
+                from.
+        """
         name = f"weight_{gemm}"  # of one dtype, the same in all formats
         self._prepare_weight(name, dtype, *sizes)
         return getattr(self._compiled, name)

@@ -154,7 +154,17 @@ def capture_in_order(
 
 
 def check_options(warmup_iters: Any, allow_unused_input: Any, weight_caching: Any) -> None:
-    """Raises TypeError or ValueError for a wrong option of ``make_graphed_callables``."""
+    """Checks the options of ``make_graphed_callables``.
+
+    Args:
+        warmup_iters: ``num_warmup_iters``, an int.
+        allow_unused_input: a bool.
+        weight_caching: ``fp8_weight_caching``, a bool.
+
+    Raises:
+        TypeError: an option has another type.
+        ValueError: ``warmup_iters`` is below 1.
+    """
     check_ints(_NAME, num_warmup_iters=warmup_iters)
     check_flags(_NAME, allow_unused_input=allow_unused_input, fp8_weight_caching=weight_caching)
 
@@ -233,6 +243,10 @@ def check_surroundings() -> None:
 
 def device_of(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> torch.device:
     """Returns the CUDA device that a module runs on.
+
+    Args:
+        module: the module; its parameters count first.
+        args, kwargs: sample arguments of its forward, in any nesting.
 
     Raises:
         ValueError: a parameter or a tensor among the arguments is not on a CUDA device, or there is
@@ -322,12 +336,15 @@ class GraphedForward:
             ]
 
     def install(self) -> None:
-        """Replaces the module's ``forward`` by this object."""
+        """Replaces the module's ``forward`` by this object, and calls ``hold_states``."""
         self.hold_states()
         self.module.forward = self
 
     def hold_states(self) -> None:
-        """Keeps the FP8 states that the graphs read, to notice if one has moved."""
+        """Keeps the FP8 states that the graphs read, to notice if one has moved.
+
+        Call it after the capture, as ``install`` does.
+        """
         states = [m.fp8_state for m in self.capture.modules if m.fp8_state.allocated]
         # Held, so that nobody else is given the memory that the graphs write to.
         self.states = [(state, state.amax_history_fwd) for state in states]

@@ -78,6 +78,9 @@ class _FP8Training:
 
         Args:
             model_init: function without arguments or of a trial, as for ``transformers.Trainer``.
+
+        Raises:
+            TypeError: ``model_init`` is not callable.
         """
 
         if not callable(model_init):
@@ -96,7 +99,7 @@ class _FP8Training:
     def on_init_end(
         self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **others: Any
     ) -> None:
-        """Converts the trainer's model and makes its forwards run in FP8."""
+        """Converts the trainer's model and makes its forwards run in FP8; the trainer calls it."""
         self._prepare(model)
 
     def on_train_begin(
@@ -104,8 +107,8 @@ class _FP8Training:
     ) -> None:
         """Prepares the model again if the trainer changed it; reads FP8 state when resuming.
 
-        The model may be a new one, or the trainer, such as TRL's, may have replaced the forward
-        that enters the region.
+        The trainer calls it. The model may be a new one, or the trainer, such as TRL's, may have
+        replaced the forward that enters the region.
 
         Warns if the optimizer decays norms of ``LayerNormLinear`` and ``LayerNormMLP``, because
         Trainer does not recognize the names of these parameters.
@@ -121,7 +124,7 @@ class _FP8Training:
     def on_save(
         self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **others: Any
     ) -> None:
-        """Writes the FP8 state to the folder of the checkpoint that the trainer has written."""
+        """Writes the FP8 state to the folder of the trainer's checkpoint; the trainer calls it."""
         if args.should_save and model is not None and os.path.isdir(_folder(args, state)):
             save_fp8_state(model, _folder(args, state))
 

@@ -24,7 +24,8 @@ __all__ = ["Linear", "LinearLayer", "LinearParameters"]
 class LinearParameters(ParallelModule):
     """FP8 module with a weight [out, in] and a bias [out], each of one parameter or several.
 
-    If the layer is split over ranks, the weight is [out / ranks, in] (``"column"``) or [out, in /
+    Base of ``Linear``, ``LayerNormLinear`` and Megatron's layers, not to be constructed itself. If
+    the layer is split over ranks, the weight is [out / ranks, in] (``"column"``) or [out, in /
     ranks] (``"row"``).
 
     Attributes:
@@ -293,8 +294,17 @@ class LinearLayer(LinearParameters):
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Applies a layer whose output is attention heads; in FP8 also splits the output.
 
-        In FP8 returns ``(queries, keys, values)``, each [..., heads, size], or ``(keys, values)``
-        if ``heads.repeats`` is 0; else the output [..., out_features], not split.
+        Args:
+            inp, is_first_microbatch: as in ``forward``.
+            heads: layout of the heads in the output features.
+
+        Returns:
+            In FP8 ``(queries, keys, values)``, each [..., heads, size], or ``(keys, values)`` if
+            ``heads.repeats`` is 0; else the output [..., out_features], not split.
+
+        Raises:
+            TypeError: ``inp`` has another dtype than ``forward`` takes.
+            ValueError: a shape does not match.
         """
         weight, bias = self._linear_operands()
         return self._call(
@@ -308,10 +318,19 @@ class LinearLayer(LinearParameters):
         residual: torch.Tensor,
         is_first_microbatch: bool | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Applies the layer with its bias, and adds a residual [..., out_features] if the GEMM can.
+        """Applies the layer with its bias, and adds a residual if the GEMM can.
 
-        Returns ``(out, None)`` with the sum, which an FP8 GEMM rounds once, or ``(out, residual)``
-        for the caller to add, as in a layer split over ranks and for a residual of another dtype.
+        Args:
+            inp, is_first_microbatch: as in ``forward``.
+            residual: [..., out_features].
+
+        Returns:
+            ``(out, None)`` with the sum, which an FP8 GEMM rounds once, or ``(out, residual)`` for
+            the caller to add, as in a layer split over ranks and for a residual of another dtype.
+
+        Raises:
+            TypeError: ``inp`` has another dtype than ``forward`` takes.
+            ValueError: a shape does not match.
         """
         if self.parallel_mode is not None:  # the ranks' GEMMs are summed first
             return self(inp, is_first_microbatch=is_first_microbatch), residual

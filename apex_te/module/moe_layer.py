@@ -305,17 +305,28 @@ class MoELayer(CompositeModule):
 
     @property
     def aux_loss(self) -> torch.Tensor | None:
-        """Returns the load-balance loss of the last forward, detached, or None."""
+        """Returns the load-balance loss of the last forward, a detached scalar with coefficient.
+
+        None before the first forward, and if that forward computed none, as in evaluation or
+        without a coefficient.
+        """
         return self.router.aux_loss
 
     @property
     def z_loss(self) -> torch.Tensor | None:
-        """Returns the router z-loss of the last forward, detached, or None."""
+        """Returns the router z-loss of the last forward, a detached scalar with coefficient.
+
+        None before the first forward, and if that forward computed none, as in evaluation or
+        without a coefficient.
+        """
         return self.router.z_loss
 
     @property
     def tokens_per_expert(self) -> torch.Tensor | None:
-        """Returns the tokens of each expert in the last forward, int32 [num_experts], or None."""
+        """Returns the tokens of each expert in the last forward, int32 [num_experts].
+
+        None before the first forward.
+        """
         return self.router.tokens_per_expert
 
     @property

@@ -119,7 +119,10 @@ def multiplies(a: torch.Tensor, b: torch.Tensor) -> bool:
 def multiply_into(a, b, a_scale_inv, b_scale_inv, out, bias, residual, accumulate, promotion):
     """Computes ``dense_gemm`` into ``out`` without checking the arguments.
 
-    ``promotion`` is the number of products along K that are summed before float32; 0: all of K.
+    Args:
+        a, b, a_scale_inv, b_scale_inv, out, bias, residual, accumulate: as in ``dense_gemm``; a
+            bias must be bfloat16.
+        promotion: number of products along K that are summed before float32; 0: all of K.
     """
     results = out.data_ptr() | (0 if residual is None else residual.data_ptr())
     if multiplies(a, b) and results % 16 == 0:
@@ -148,7 +151,11 @@ def reference(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Computes ``dense_gemm`` in float64 from the decoded operands; returns [M, N]."""
+    """Computes ``dense_gemm`` in float64 from the decoded operands; returns [M, N].
+
+    Args:
+        a, b, a_scale_inv, b_scale_inv, bias, residual: as in ``dense_gemm``.
+    """
     return fp8_gemm.reference(a, b, a_scale_inv, b_scale_inv, bias=bias, c=residual)
 
 

@@ -489,6 +489,10 @@ def multiplies_codes(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Returns True if the suite's kernel multiplies the FP8 data, False if it must be decoded.
 
     The kernel needs sm_90. Rows of the operands and the result must be multiples of 16 bytes long.
+
+    Args:
+        a: [rows, K].
+        b: [groups, N, K].
     """
     if a.dtype not in _FP8 or b.dtype not in _FP8 or not has_grouped_fp8(a.device):
         return False

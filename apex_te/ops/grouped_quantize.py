@@ -148,7 +148,17 @@ def allocate(
 ) -> GroupedOutput:
     """Returns uninitialised FP8 copies of groups of rows, on ``like``'s device, for a scale each.
 
-    ``shape`` is (rows, cols); ``scale_inv`` None stands for a new one.
+    Args:
+        op: name of the caller, for errors.
+        like: tensor whose device the copies get.
+        shape: (rows, cols).
+        groups: the groups, made for ``rows`` rows.
+        fp8_dtype: dtype of the data.
+        rowwise, columnwise: the copies to allocate.
+        scale_inv: float32 [groups] to use in the result; None allocates it.
+
+    Raises:
+        ValueError: ``groups`` was made for another number of rows.
     """
     rows, cols = shape
     check_rows(op, rows, groups)
@@ -284,7 +294,15 @@ def allocate_blocks(
     rowwise: bool,
     columnwise: bool,
 ) -> GroupedOutput:
-    """Returns uninitialised FP8 copies of groups of rows, as ``allocate``, for 1x128 blocks."""
+    """Returns uninitialised FP8 copies of groups of rows, as ``allocate``, for 1x128 blocks.
+
+    Args:
+        op, like, shape, groups, fp8_dtype, rowwise, columnwise: as in ``allocate``.
+
+    Raises:
+        TypeError: ``fp8_dtype`` is not an FP8 dtype.
+        ValueError: ``groups`` was made for another number of rows, or no copy is asked for.
+    """
     fp8_output.check_fp8_dtype(op, fp8_dtype)
     rows, cols = shape
     check_rows(op, rows, groups)
@@ -480,8 +498,10 @@ def block_values_of_columns(
 ) -> torch.Tensor:
     """Decodes a columnwise copy of ``block_quantize_groups`` to float32 [cols, columns].
 
-    ``scale_inv`` is float32 [lines, cols rounded up to 4], ``column_ends`` int32 [groups]; columns
-    after the last group get undefined values.
+    Args:
+        fp8_data: FP8 [cols, columns].
+        scale_inv: float32 [lines, cols rounded up to 4].
+        column_ends: int32 [groups]; columns after the last group get undefined values.
     """
     at = torch.arange(fp8_data.shape[1], dtype=torch.int32, device=fp8_data.device)
     group = torch.searchsorted(column_ends, at, right=True).clamp_(max=column_ends.numel() - 1)
@@ -641,7 +661,12 @@ def decode(fp8_data: torch.Tensor) -> torch.Tensor:
 
 @checked
 def scale_rows(out: torch.Tensor, factor: torch.Tensor) -> None:
-    """Multiplies each row of contiguous ``out`` by its factor, float32 [rows], in place."""
+    """Multiplies each row of a matrix by its factor, in place.
+
+    Args:
+        out: contiguous [rows, ...], in float32, float16 or bfloat16.
+        factor: float32 [rows].
+    """
     _scale_rows(out.flatten(1), factor)
     note_written(out)
 

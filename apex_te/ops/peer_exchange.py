@@ -49,6 +49,12 @@ def await_rank(buffer: torch.Tensor, rank: int, number: int, timeout_ms: int) ->
 
     If they have not arrived after ``timeout_ms`` milliseconds, a device-side assert fails; the
     process can then no longer use the GPU.
+
+    Args:
+        buffer: this rank's buffer, uint8.
+        rank: the sender.
+        number: number of the exchange, as in ``send``.
+        timeout_ms: milliseconds to wait.
     """
     _lib.peer_await(buffer, rank, number, timeout_ms)
 
@@ -58,15 +64,24 @@ def sum_pieces(
 ) -> None:
     """Writes the sum of all ranks' pieces to ``out``, once the other ranks' pieces have arrived.
 
-    Elements are added in float32 in the order of ranks. ``buffer`` must contain this rank's own
-    piece; ``out`` is a contiguous float tensor of a piece's size. A time-out has the effect
-    described in ``await_rank``.
+    Elements are added in float32 in the order of ranks.
+
+    Args:
+        buffer: this rank's buffer, uint8, which must contain its own piece.
+        ranks: number of ranks.
+        rank: this rank.
+        number: number of the exchange, as in ``send``.
+        timeout_ms: milliseconds to wait, with the effect described in ``await_rank``.
+        out: contiguous float tensor of a piece's size.
     """
     _lib.peer_sum(buffer, ranks, rank, number, timeout_ms, out)
 
 
 def join(buffer: torch.Tensor, sent: torch.cuda.Event) -> None:
-    """Makes the current stream wait for an event that ``send`` recorded; ``buffer`` names the
-    device.
+    """Makes the current stream wait for an event that ``send`` recorded.
+
+    Args:
+        buffer: this rank's buffer, which names the device.
+        sent: the event that ``send`` was given.
     """
     _lib.peer_join(buffer, sent.cuda_event)

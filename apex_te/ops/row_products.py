@@ -61,6 +61,9 @@ def row_product(
 
     Returns:
         [..., out] in the dtype of ``x``.
+
+    Raises:
+        RuntimeError: a shape does not match, by PyTorch.
     """
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     count, features = rows.shape[0], weight.shape[0]
@@ -102,13 +105,15 @@ def row_block_product(
 
     Args:
         multiply: ``block_scaled_gemm`` of such operands, or a function with its arguments.
-        a: [rows, K] FP8, with ``a_scale_inv`` of blocks of 1x128.
-        b: [N, K] FP8, with ``b_scale_inv`` of blocks of 128x128.
+        a: [rows, K] FP8, with float32 ``a_scale_inv`` of blocks of 1x128.
+        b: [N, K] FP8, with float32 ``b_scale_inv`` of blocks of 128x128.
         out_dtype: dtype of the result.
         bias: [N] or None.
 
     Returns:
         [rows, N] in ``out_dtype``.
+
+    Errors are those of ``multiply``.
     """
     rows = a.shape[0]
     if out_dtype is torch.bfloat16 and rows and multiplies_codes(a, b[None]):
@@ -132,13 +137,15 @@ def row_scaled_product(
 
     Args:
         multiply: ``rowwise_gemm`` of such operands, or a function with its arguments.
-        a: [rows, K] FP8, with ``a_scale_inv`` [rows, 1].
-        b: [N, K] FP8, with ``b_scale_inv`` [N, 1].
+        a: [rows, K] FP8, with ``a_scale_inv`` float32 [rows, 1].
+        b: [N, K] FP8, with ``b_scale_inv`` float32 [N, 1].
         out_dtype: dtype of the result.
         bias: [N] or None.
 
     Returns:
         [rows, N] in ``out_dtype``.
+
+    Errors are those of ``multiply``.
     """
     return _by_chunks(multiply, a, b, a_scale_inv, b_scale_inv, out_dtype, bias, blocks=False)
 

@@ -17,8 +17,14 @@ __all__ = ["apply", "refuse_derivatives", "refuse_tangents", "run_samples"]
 
 
 def apply(function: Any, args: tuple[Any, ...]) -> Any:
-    """Applies an ``OpFunction`` under grad, vjp and vmap, in any order; ``args`` are without
-    ctx.
+    """Applies an ``OpFunction`` under grad, vjp and vmap, in any order.
+
+    Args:
+        function: the ``OpFunction``.
+        args: arguments of its ``forward``, without ctx.
+
+    Returns:
+        What its ``forward`` returns.
     """
     tensors = [a for a in args if isinstance(a, torch.Tensor)]
     rest = tuple(None if isinstance(a, torch.Tensor) else a for a in args)
@@ -313,6 +319,10 @@ def refuse_derivatives(name: str, args: tuple[Any, ...]) -> None:
 
     It detects transforms of torch.func and forward mode, not plain autograd. Calls from an
     ``OpFunction`` pass, since their tensors are untracked.
+
+    Args:
+        name: the op's name, for the error.
+        args: the op's arguments; other values than tensors are skipped.
     """
     refuse_tangents(name, args)
     if torch.is_grad_enabled() and any(map(_is_differentiated, _tensors(args))):

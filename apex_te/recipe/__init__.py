@@ -631,8 +631,15 @@ def make_recipe(name: str, fp8_format: str | Format | None = None, **options: An
 def chosen_recipe(owner: str, argument: str, value: Recipe | str | None) -> Recipe:
     """Returns the recipe that an argument of a public function stands for.
 
-    None stands for delayed scaling. One name always gives the same object. Errors name ``owner``
-    and ``argument``.
+    One name always gives the same object.
+
+    Args:
+        owner, argument: name of the function and of its argument, for errors.
+        value: a recipe, a recipe's name, or None for delayed scaling.
+
+    Raises:
+        TypeError: ``value`` is something else, such as a recipe's class.
+        ValueError: no recipe has the name.
     """
     if isinstance(value, Recipe):
         return value.plain() if value.mutable else value
@@ -680,7 +687,15 @@ def pack_recipe(recipe: Recipe) -> tuple[str, dict[str, Any]]:
 
 
 def unpack_recipe(packed: Any) -> Recipe:
-    """Returns the recipe that ``pack_recipe`` described; ValueError if none is registered as it."""
+    """Returns the recipe that ``pack_recipe`` described.
+
+    Args:
+        packed: ``(class name, values of fields by name)``.
+
+    Raises:
+        ValueError: ``packed`` is something else, or no registered recipe without state is called
+            so.
+    """
     try:
         name, values = packed
         kinds = {kind.__name__: kind for kind in recipe_kinds().values() if not kind.keeps_state}

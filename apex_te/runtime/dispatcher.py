@@ -48,7 +48,11 @@ def _import_core(opened: OpenedLibrary) -> ModuleType:
 
 
 def core() -> ModuleType:
-    """Returns the dispatcher, module ``apex_te_core``; the first call opens or builds it."""
+    """Returns the dispatcher, module ``apex_te_core``; the first call opens or builds it.
+
+    Raises:
+        BuildError: it can be neither found nor built.
+    """
     global _core
     if _core is None:
         with _lock:
@@ -104,7 +108,18 @@ def signature(op: str, name: str) -> str:
 
 
 def function(op: str, name: str) -> Any:
-    """Returns a callable for one C function of an op; it takes torch tensors and scalars."""
+    """Returns a callable for one C function of an op; it takes torch tensors and scalars.
+
+    Args:
+        op: name of the op, such as "cast_transpose".
+        name: the function's name in the op's header, without ``apex_te_``.
+
+    Raises:
+        AttributeError: the op has no function of this name.
+        UnknownOpError: there is no such op.
+        BuildError: the dispatcher cannot be built. The first call on a device builds the op's
+            library.
+    """
     bound = _functions.get((op, name))
     if bound is None:
         text = signature(op, name)
@@ -119,11 +134,17 @@ def function(op: str, name: str) -> Any:
 
 
 def tensor_list(tensors: Iterable[torch.Tensor]) -> Any:
-    """Returns a list of tensors, checked in advance, that an op takes instead of a plain list.
+    """Returns tensors as a list that ops take instead of a plain list, at a fraction of its cost.
 
-    The tensors are checked in full once, here. Each later call reads only their addresses, shapes
-    and strides, which costs a fraction of a plain list. For eager calls only: torch.compile needs a
-    plain list.
+    The first call that uses the list checks the tensors in full, and raises the errors of that op.
+    Each later call reads only their addresses, shapes and strides. For eager calls only:
+    torch.compile needs a plain list.
+
+    Args:
+        tensors: the tensors; a tensor may be resized or get other storage later.
+
+    Raises:
+        TypeError: ``tensors`` is not iterable.
     """
     return core().TensorList(tensors)
 
@@ -143,5 +164,8 @@ class _Ops:
 
 
 def ops(op: str) -> Any:
-    """Returns a namespace of an op's C functions, e.g. ``ops("cast_transpose").cast_transpose``."""
+    """Returns a namespace of an op's C functions, e.g. ``ops("cast_transpose").cast_transpose``.
+
+    Errors are those of ``function``, when an attribute is first read.
+    """
     return _Ops(op)

@@ -47,7 +47,17 @@ class ClampedSwiglu(NamedTuple):
 
 
 def block_scales(owner: str, scales: str | None, pow2: bool | None) -> str:
-    """Returns the rule of ``BLOCK_SCALES`` that ``scales`` or its former form ``pow2`` names."""
+    """Returns the rule of ``BLOCK_SCALES`` that ``scales`` or its former form ``pow2`` names.
+
+    Args:
+        owner: name of the function, for errors.
+        scales: the rule; None is "pow2", or "fp32" with ``pow2=False``.
+        pow2: former form: True for "pow2", False for "fp32"; None for neither.
+
+    Raises:
+        TypeError: an argument has another type.
+        ValueError: the rule is unknown, or ``pow2`` contradicts it.
+    """
     if pow2 is not None:
         check_flags(owner, pow2=pow2)
     former = "fp32" if pow2 is False else "pow2"
@@ -65,19 +75,34 @@ def block_scales(owner: str, scales: str | None, pow2: bool | None) -> str:
 
 
 def scales_number(op: str, scales: str | None, pow2: bool | None) -> int:
-    """Returns the kernels' number of the rule that ``block_scales`` finds."""
+    """Returns the place in ``BLOCK_SCALES``, the kernels' number, of the rule of ``block_scales``.
+
+    Arguments and errors are those of ``block_scales``.
+    """
     return BLOCK_SCALES.index(block_scales(op, scales, pow2))
 
 
 def activation_number(op: str, kind: str) -> int:
-    """Returns the kernels' number of an activation, one of ``KINDS``; else raises ValueError."""
+    """Returns the kernels' number of an activation, one of ``KINDS``.
+
+    ``op`` is the op's name, for the error.
+
+    Raises:
+        ValueError: ``kind`` is not one of ``KINDS``.
+    """
     if kind not in KINDS:
         raise ValueError(f"{op}: kind must be one of {', '.join(KINDS)}, got {kind!r}")
     return KINDS.index(kind)
 
 
 def gated_activation_number(op: str, activation: str) -> int:
-    """Returns the kernels' number of a gate's activation in ``ACTIVATIONS``; else ValueError."""
+    """Returns the kernels' number of a gate's activation in ``ACTIVATIONS``.
+
+    ``op`` is the op's name, for the error.
+
+    Raises:
+        ValueError: ``activation`` is not in ``ACTIVATIONS``.
+    """
     code = ACTIVATIONS.get(activation)
     if code is None:
         raise ValueError(
@@ -87,7 +112,18 @@ def gated_activation_number(op: str, activation: str) -> int:
 
 
 def gate_arguments(op: str, activation: str | ClampedSwiglu) -> tuple[int, float, float, float]:
-    """Returns the kernels' number of a gated activation, and its limit, alpha and offset."""
+    """Returns the kernels' number of a gated activation, and its limit, alpha and offset.
+
+    Limit, alpha and offset are 0 except for a ``ClampedSwiglu``. ``op`` is the op's name, for
+    errors.
+
+    Args:
+        activation: a name in ``ACTIVATIONS``, or a ``ClampedSwiglu``.
+
+    Raises:
+        TypeError: a field of ``activation`` is not a number.
+        ValueError: the name is unknown, or the limit is below 0 or NaN.
+    """
     if not isinstance(activation, ClampedSwiglu):
         return gated_activation_number(op, activation), 0.0, 0.0, 0.0
     for field, value in zip(activation._fields, activation, strict=True):
@@ -99,14 +135,26 @@ def gate_arguments(op: str, activation: str | ClampedSwiglu) -> tuple[int, float
 
 
 def is_tanh(op: str, form: str) -> bool:
-    """Returns True for GELU's form "tanh", False for "erf"; raises ValueError otherwise."""
+    """Returns True for GELU's form "tanh", False for "erf".
+
+    ``op`` is the op's name, for the error.
+
+    Raises:
+        ValueError: ``form`` is neither.
+    """
     if form not in ("tanh", "erf"):
         raise ValueError(f"{op}: form must be 'tanh' or 'erf', got {form!r}")
     return form == "tanh"
 
 
 def is_most_recent(op: str, algo: str) -> bool:
-    """Returns True for "most_recent", the newest amax, False for "max" of the whole history."""
+    """Returns True for "most_recent", the newest amax, False for "max" of the whole history.
+
+    ``op`` is the op's name, for the error.
+
+    Raises:
+        ValueError: ``algo`` is neither.
+    """
     if algo not in ("max", "most_recent"):
         raise ValueError(f"{op}: algo must be 'max' or 'most_recent', got {algo!r}")
     return algo == "most_recent"

@@ -27,19 +27,26 @@ def multi_tensor_lamb(
     max_grad_norm: float,
     use_nvlamb_python: bool | None = None,
 ) -> None:
-    """Steps LAMB in place; lists are gradients g, parameters p and moments m and v.
+    """Steps LAMB (arXiv 1904.00962) in place.
+
+    See ``apex_te.ops.multi_tensor_optim.lamb`` for the formula.
 
     Args:
         chunk_size: at least 1; has no effect.
         noop_flag: not read.
-        tensor_lists: [g, p, m, v]; g is not written.
+        tensor_lists: [g, p, m, v]: gradients, which are not written, parameters and two moments.
+        lr, beta1, beta2, epsilon, weight_decay: numbers.
+        step: number of this update, from 1.
+        bias_correction, grad_averaging: 0 or 1.
         mode: 0 for L2 weight decay, 1 for decoupled weight decay.
         global_grad_norm: L2 norm of all gradients, one float32 element.
         max_grad_norm: largest norm, to which gradients are clipped; 0 does not clip.
         use_nvlamb_python: True to apply the trust ratio without weight decay, too.
 
     Raises:
-        ValueError: another number of lists, or a bad mode or chunk_size.
+        TypeError: a tensor has a dtype other than float32, float16 and bfloat16.
+        ValueError: another number of lists, a shape or device does not match, or an option is out
+            of range.
     """
     adamw = take_mode("multi_tensor_lamb", mode)
     grads, params, m, v = take_lists("multi_tensor_lamb", chunk_size, tensor_lists, "g p m v")
@@ -76,18 +83,18 @@ def multi_tensor_lamb_mp(
 ) -> None:
     """Steps LAMB in place with scalars on the device.
 
-    The arguments are those of ``multi_tensor_lamb``, except for:
+    The arguments and errors are those of ``multi_tensor_lamb``, except for:
 
     Args:
         noop_flag: a value other than 0 skips the step.
         tensor_lists: [g, p, m, v], or [g, p, m, v, low-precision copies of p, which are written].
+        lr: one float32 element.
+        step: one float32 or int32 element.
         global_grad_norm: L2 norm of all gradients before they are multiplied by inv_scale.
-        max_grad_norm: largest norm of the gradients before they are multiplied by inv_scale.
+        max_grad_norm: largest norm of the gradients before they are multiplied by inv_scale, one
+            element; 0 makes all gradients 0.
         found_inf: not read; apex's caller copies found_inf to noop_flag.
-        inv_scale: factor for the gradients, one element.
-
-    Raises:
-        ValueError: another number of lists, or a bad mode or chunk_size.
+        inv_scale: factor for the gradients, one float32 element.
     """
     adamw = take_mode("multi_tensor_lamb_mp", mode)
     lists = take_lists(

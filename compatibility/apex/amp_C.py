@@ -50,9 +50,18 @@ _CHECKS = {-1: "result", 0: "x", 1: "y"}
 def multi_tensor_scale(
     chunk_size: int, noop_flag: torch.Tensor, tensor_lists: list[Tensors], scale: float
 ) -> None:
-    """Computes out = in * scale; lists are in and out.
+    """Computes out = in * scale.
 
-    noop_flag becomes 1 if a stored result is not finite.
+    Args:
+        chunk_size: at least 1; has no effect.
+        noop_flag: set to 1 if a stored result is not finite.
+        tensor_lists: [in, out], float32, float16 or bfloat16; an out may be its in.
+        scale: factor.
+
+    Raises:
+        TypeError: a tensor has another dtype.
+        ValueError: another number of lists, a chunk_size below 1, or a shape or device does not
+            match.
     """
     inputs, outputs = take_lists("multi_tensor_scale", chunk_size, tensor_lists, "in out")
     multi_tensor.scale(inputs, outputs, float(scale), found_inf=noop_flag)
@@ -120,11 +129,19 @@ def multi_tensor_l2norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes the L2 norm over one list of tensors.
 
-    Sets noop_flag to 1 if a norm is not finite.
+    Args:
+        chunk_size: at least 1; has no effect.
+        noop_flag: set to 1 if a norm is not finite.
+        tensor_lists: one list of float32, float16 or bfloat16 tensors.
+        per_tensor_python: True to return the norm of each tensor, too.
 
     Returns:
         Two float32 tensors: the norm over all tensors, [1], and the norm of each tensor,
         [number of tensors], or [0] without ``per_tensor_python``.
+
+    Raises:
+        TypeError: a tensor has a dtype other than float32, float16 and bfloat16.
+        ValueError: another number of lists, a chunk_size below 1, or a device does not match.
     """
     (tensors,) = take_lists("multi_tensor_l2norm", chunk_size, tensor_lists, "tensors")
     return _norms(noop_flag, tensors, per_tensor_python)
@@ -136,9 +153,10 @@ def multi_tensor_l2norm_mp(
     tensor_lists: list[Tensors],
     per_tensor_python: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes L2 norms as ``multi_tensor_l2norm`` does, with the same result.
+    """Computes L2 norms as ``multi_tensor_l2norm`` does.
 
-    apex's own function leaves the result undefined if noop_flag is not 0.
+    Arguments, result and errors are those of that function; apex's own one leaves the result
+    undefined if noop_flag is not 0.
     """
     (tensors,) = take_lists("multi_tensor_l2norm_mp", chunk_size, tensor_lists, "tensors")
     return _norms(noop_flag, tensors, per_tensor_python)
@@ -204,9 +222,23 @@ def multi_tensor_sgd(
     wd_after_momentum: bool,
     scale: float,
 ) -> None:
-    """Steps SGD; lists are g, p, momentum buffers and, if wanted, low-precision copies of p.
+    """Steps SGD in place, as ``torch.optim.SGD`` does.
 
-    Gradients are multiplied by ``scale``. A noop_flag that is not 0 skips the step.
+    Args:
+        chunk_size: at least 1; has no effect.
+        noop_flag: a value other than 0 skips the step.
+        tensor_lists: [g, p, momentum buffers], or [g, p, momentum buffers, low-precision copies of
+            p, which are written].
+        wd, momentum, dampening, lr: numbers; wd is the weight decay.
+        nesterov: use Nesterov momentum.
+        first_run: overwrite the momentum buffers with the gradients, without reading them.
+        wd_after_momentum: decay the weights directly instead of adding the decay to the gradients.
+        scale: factor for the gradients.
+
+    Raises:
+        TypeError: a tensor has a dtype other than float32, float16 and bfloat16.
+        ValueError: another number of lists, a shape or device does not match, or an option is out
+            of range.
     """
     lists = take_lists(
         "multi_tensor_sgd", chunk_size, tensor_lists, "g p momentums", "the model's copy of p"
@@ -248,12 +280,21 @@ def multi_tensor_adam(
     bias_correction: int,
     weight_decay: float,
 ) -> None:
-    """Steps Adam (mode 0) or AdamW (mode 1) in place; lists are g, p, m and v.
+    """Steps Adam or AdamW in place, as ``torch.optim`` does.
 
-    noop_flag is not read.
+    Args:
+        chunk_size: at least 1; has no effect.
+        noop_flag: not read.
+        tensor_lists: [g, p, m, v].
+        lr, beta1, beta2, epsilon, weight_decay: numbers.
+        step: number of this update, from 1.
+        mode: 0 for Adam, 1 for AdamW.
+        bias_correction: 0 or 1.
 
     Raises:
-        ValueError: another number of lists, or a bad mode or chunk_size.
+        TypeError: a tensor has a dtype other than float32, float16 and bfloat16.
+        ValueError: another number of lists, a shape or device does not match, or an option is out
+            of range.
     """
     adamw = take_mode("multi_tensor_adam", mode)
     grads, params, m, v = take_lists("multi_tensor_adam", chunk_size, tensor_lists, "g p m v")
@@ -281,13 +322,16 @@ def multi_tensor_adam_capturable(
     weight_decay: float,
     inv_scale: torch.Tensor,
 ) -> None:
-    """Steps Adam in place with lr (float32), step (int32) and inv_scale (float32) on the device.
+    """Steps Adam in place with scalars on the device.
 
-    Lists are g, p, m and v. The gradients are multiplied by inv_scale in place. If noop_flag is not
-    0, nothing is written. ``mode`` is 0 for Adam and 1 for AdamW.
+    The arguments and errors are those of ``multi_tensor_adam``, except for:
 
-    Raises:
-        ValueError: another number of lists, or a bad mode or chunk_size.
+    Args:
+        noop_flag: a value other than 0 skips the step, and nothing is written.
+        tensor_lists: [g, p, m, v]; g is multiplied by inv_scale in place.
+        lr: one float32 element.
+        step: one float32 or int32 element.
+        inv_scale: factor for the gradients, one float32 element.
     """
     lists = take_lists("multi_tensor_adam_capturable", chunk_size, tensor_lists, "g p m v")
     _capturable(
@@ -312,10 +356,11 @@ def multi_tensor_adam_capturable_master(
 ) -> None:
     """Steps Adam as ``multi_tensor_adam_capturable`` does, with float32 master weights.
 
-    Lists are g, p, m, v and the master weights, which are stepped and copied to p, rounded.
+    The arguments and errors are those of ``multi_tensor_adam_capturable``, except for:
 
-    Raises:
-        ValueError: another number of lists, or a bad mode or chunk_size.
+    Args:
+        tensor_lists: [g, p, m, v, master weights]; the master weights are stepped, and copied to p,
+            rounded.
     """
     lists = take_lists(
         "multi_tensor_adam_capturable_master", chunk_size, tensor_lists, "g p m v master"
@@ -390,12 +435,19 @@ def multi_tensor_adagrad(
     mode: int,
     weight_decay: float,
 ) -> None:
-    """Steps Adagrad in place, with L2 (mode 0) or decoupled (mode 1) weight decay.
+    """Steps Adagrad in place, as ``torch.optim.Adagrad`` does with ``lr_decay=0``.
 
-    Lists are g, p and h, the sums of squared gradients. noop_flag is not read.
+    Args:
+        chunk_size: at least 1; has no effect.
+        noop_flag: not read.
+        tensor_lists: [g, p, h]; h are the sums of squared gradients.
+        lr, epsilon, weight_decay: numbers; epsilon is added to the root of h.
+        mode: 0 for L2 weight decay, 1 for decoupled weight decay.
 
     Raises:
-        ValueError: another number of lists, or a bad mode or chunk_size.
+        TypeError: a tensor has a dtype other than float32, float16 and bfloat16.
+        ValueError: another number of lists, a shape or device does not match, or an option is out
+            of range.
     """
     adagrad_w = take_mode("multi_tensor_adagrad", mode)
     grads, params, sums = take_lists("multi_tensor_adagrad", chunk_size, tensor_lists, "g p h")
@@ -421,19 +473,25 @@ def multi_tensor_novograd(
     mode: int,
     norm_type: int,
 ) -> None:
-    """Steps NovoGrad in place; lists are g, p and m.
+    """Steps NovoGrad (arXiv 1905.11286) in place; lists are g, p and m.
 
     Args:
         chunk_size: at least 1; has no effect.
         noop_flag: not read.
         tensor_lists: [g, p, m].
         grad_norms: the averaged norm of each gradient, float32 [number of tensors]; written first.
+        lr, beta1, beta2, epsilon, weight_decay: numbers; beta2 averages the norms, and epsilon is
+            added to them.
+        step: number of this update, from 1.
+        bias_correction: 0 or 1.
         grad_averaging: 0 to add gradients to m with weight 1 instead of 1 - beta1.
         mode: 0 to average normalised gradients with the decay added, 1 to normalise the average.
         norm_type: 2 for L2 norms, whose squares are averaged, 0 for the largest magnitudes.
 
     Raises:
-        ValueError: another number of lists, or a bad mode, norm_type or chunk_size.
+        TypeError: a tensor has a dtype other than float32, float16 and bfloat16.
+        ValueError: another number of lists, a shape or device does not match, or an option is out
+            of range.
     """
     decoupled = take_mode("multi_tensor_novograd", mode)
     if norm_type not in (0, 2):
@@ -473,14 +531,23 @@ def multi_tensor_lars(
     scale: float,
     is_skipped: bool,
 ) -> None:
-    """Steps LARS in place; lists are g, p, m and, if wanted, low-precision copies of p.
+    """Steps LARS (arXiv 1708.03888) in place.
 
-    ``grad_norms`` and ``param_norms`` are float32 [number of tensors]. ``is_skipped`` takes ``lr``
-    for all tensors. As in apex, ``dampening``, ``first_run``, ``wd_after_momentum`` and ``scale``
-    have no effect. A noop_flag that is not 0 skips the step.
+    Arguments that are not listed are those of ``apex_te.ops.multi_tensor_optim.lars``.
+
+    Args:
+        chunk_size: at least 1; has no effect.
+        noop_flag: a value other than 0 skips the step.
+        tensor_lists: [g, p, m], or [g, p, m, low-precision copies of p, which are written].
+        grad_norms, param_norms: norm of each gradient and parameter, float32 [number of tensors].
+        epsilon: added to the divisor of the trust ratio.
+        dampening, first_run, wd_after_momentum, scale: no effect, as in apex.
+        is_skipped: True uses ``lr`` for all tensors, without trust ratios.
 
     Raises:
-        ValueError: another number of lists, or a bad chunk_size.
+        TypeError: a tensor has a dtype other than float32, float16 and bfloat16.
+        ValueError: another number of lists, a shape or device does not match, or an option is out
+            of range.
     """
     lists = take_lists(
         "multi_tensor_lars", chunk_size, tensor_lists, "g p m", "the model's copy of p"

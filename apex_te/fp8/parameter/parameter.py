@@ -453,7 +453,23 @@ class FP8Parameter(torch.Tensor):
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[torch.Tensor, ...], Any]:
-        """Returns this shard's FP8 data and scales, which FSDP2 gathers; a hook of FSDP2."""
+        """Returns this shard's FP8 data and scales for FSDP2 to gather; only FSDP2 calls it.
+
+        Args:
+            mesh: mesh over which the weight is sharded; None for one rank.
+            outer_size: shape of the whole weight.
+            outer_stride: not used.
+            module: FSDP's module, for the check of its ``reshard_after_forward``; None skips it.
+            mp_policy: mixed precision policy; its ``param_dtype`` becomes the nominal dtype.
+
+        Returns:
+            ``(tensors, context)``: uint8 data padded to equally many rows on each rank, with block
+            scaling also ``scale_inv``, and what ``fsdp_post_all_gather`` takes as ``metadata``.
+
+        Raises:
+            NotImplementedError: the shard does not consist of whole rows or, with block scaling, of
+                whole blocks, equally many on each rank; or ``reshard_after_forward`` is an int.
+        """
         return shard_fp8_data(self, mesh, outer_size, module, mp_policy)
 
     def fsdp_post_all_gather(
@@ -464,10 +480,16 @@ class FP8Parameter(torch.Tensor):
         *,
         out: torch.Tensor | None = None,
     ) -> Any:
-        """Makes the whole weight from the gathered data, or fills ``out``; a hook of FSDP2.
+        """Makes the whole weight from the gathered data, or fills ``out``; only FSDP2 calls it.
 
-        Also returns the tensors whose memory FSDP2 manages. ``metadata`` has the dtype of FSDP2's
-        policy, so that ``param_dtype`` is ignored.
+        Args:
+            all_gather_outputs: the gathered tensors of ``fsdp_pre_all_gather``.
+            metadata: its context, which has the dtype of FSDP2's policy.
+            param_dtype: not read.
+            out: weight of an earlier call, to be filled; None makes one.
+
+        Returns:
+            ``(weight, tensors)``, with the tensors whose memory FSDP2 manages; None with ``out``.
         """
         held, recipe, dtype = gathered_fp8_data(self, all_gather_outputs, metadata)
         held.free = self._held.free

@@ -25,7 +25,17 @@ HeldWeight = Any  # an FP8Parameter, whose file imports this one
 
 
 def copy_all(weights: Sequence[HeldWeight], sources: Sequence[torch.Tensor]) -> None:
-    """Copies each source to the weight at the same index, as ``copy_`` does."""
+    """Copies each source to the weight at the same index, as ``copy_`` does, in few launches.
+
+    Args:
+        weights: the weights, stored in FP8 only.
+        sources: tensors in the weights' shapes; floating-point values are quantized, FP8 data of
+            the weight's own form is copied.
+
+    Raises:
+        NotImplementedError: a weight is a part of an ``FP8Parameter``, such as a slice.
+        ValueError: there are not as many sources as weights.
+    """
     shared: dict[Any, list[tuple[HeldWeight, torch.Tensor]]] = {}
     for weight, source in zip(weights, sources, strict=True):
         if not weight._writable and weight.numel():

@@ -97,13 +97,17 @@ class Layout:
         raise NotImplementedError
 
     def columnwise_scale_inv(self, rows: int, cols: int, device: torch.device) -> torch.Tensor:
-        """Returns an uninitialized ``scale_inv`` for the columnwise copy of a weight."""
+        """Returns an uninitialized ``scale_inv`` for the columnwise copy of a weight.
+
+        The weight is ``[rows, cols]``, its copy ``[cols, rows]``.
+        """
         return self.scale_inv(cols, rows, device)
 
     def scales_of_file(self, rows: int, cols: int) -> tuple[int, ...] | None:
-        """Returns the shape of a weight's scales in files, which are the first of ``scale_inv``.
+        """Returns the shape of the scales in files of a weight ``[rows, cols]``.
 
-        None, the default, is for layouts whose columnwise copy is not the transposed rowwise one.
+        They are the first of each dimension of ``scale_inv``, whose padding is not saved. None, the
+        default, is for layouts whose columnwise copy is not the transposed rowwise one.
         """
         return None
 
@@ -152,6 +156,10 @@ class Layout:
         """Returns the rowwise copies of weights ``[count, rows, cols]`` as ``quantize`` makes each.
 
         None, the default, has the caller quantize them one by one.
+
+        Args:
+            quantizer: the weights' quantizer.
+            x: the weights in fp32, fp16 or bf16.
         """
         return None
 
@@ -159,6 +167,9 @@ class Layout:
         """Returns the columnwise data ``[count, cols, rows]`` and ``scale_inv`` of stored weights.
 
         None, the default, has the caller call ``columnwise`` for each.
+
+        Args:
+            held: rowwise copies ``[count, rows, cols]``, as ``quantize_stack`` makes them.
         """
         return None
 
@@ -274,6 +285,10 @@ class FusedCast(Protocol):
         """Returns the result ``[rows, cols]`` with a scale for each block of 1x128.
 
         The result is bitwise equal to ``block_quantize`` of the result of ``plain``.
+
+        Args:
+            options: arguments of ``block_quantize``, such as FP8 dtype and rule of the scales.
+            rowwise, columnwise: the copies to write, at least one.
         """
 
 
@@ -334,6 +349,10 @@ class Quantizer:
 
         The op writes the FP8 data itself if op and scheme support it, else its result is cast. With
         ``producer.with_dbias``, column sums are left in ``producer.dbias``.
+
+        Args:
+            producer: the op with its inputs.
+            rowwise, columnwise: the copies to make.
         """
         x = producer.plain()
         sums = producer.with_dbias and producer.dbias is None
@@ -366,6 +385,11 @@ class Quantizer:
         self, quantized: QuantizedTensor, repeats: int, groups: int
     ) -> QuantizedTensor | None:
         """Sorts a weight that was quantized in its own order, as ``quantize_heads`` does.
+
+        Args:
+            quantized: copies of the weight, as ``quantize`` makes them.
+            repeats, groups: number of query heads in a group, and of groups, as in
+                ``quantize_heads``.
 
         Returns:
             The copies, with an unchanged columnwise one; None if the rows cannot be sorted.
@@ -456,6 +480,10 @@ class Quantizer:
 
         Args:
             amax: fp32 ``[1]``.
+            group: process group whose ranks have the other rows; None for none.
+
+        Raises:
+            ValueError: the region does not reduce amax values over ``group``.
         """
 
     def grouped(self, quantizers: Sequence[Any]) -> GroupQuantizer | None:
@@ -832,21 +860,44 @@ class Scheme:
         return QuantizerSets(same, same, same, same)
 
     def gemm_backend(self, recipe: Any, device: torch.device) -> GemmBackend:
-        """Makes the backend that multiplies the recipe's operands."""
+        """Makes the backend that multiplies the recipe's operands; by default a ``backend``.
+
+        Args:
+            recipe: the region's recipe, of this scheme.
+            device: the operands' device.
+        """
         return self.backend(recipe.use_split_accumulator, device)
 
     def gemm_quantizers(
         self, recipe: Any, device: torch.device
     ) -> tuple[Quantizer, Quantizer, Quantizer]:
-        """Makes the quantizers of input, weight and grad_output, for a scheme without state."""
+        """Makes the quantizers of input, weight and grad_output, for a scheme without state.
+
+        Args:
+            recipe: the region's recipe, of this scheme.
+            device: the operands' device.
+
+        Raises:
+            NotImplementedError: the scheme does not define it; ``build`` is then overridden.
+        """
         raise NotImplementedError
 
     def stored_recipe(self, recipe: Any) -> Recipe:
-        """Returns the recipe that quantizes weights held in FP8 only, given a region's recipe."""
+        """Returns the recipe that quantizes weights held in FP8 only; by default ``recipe``.
+
+        Args:
+            recipe: the region's recipe, of this scheme.
+        """
         return recipe
 
     def restores(self, recipe: Any) -> bool:
-        """Returns True if a stored weight's values in any dtype give the same data once more."""
+        """Returns True if a stored weight's values in any dtype give the same data once more.
+
+        True is the default. Weights of other recipes are saved as data and scales.
+
+        Args:
+            recipe: the recipe that the weight is stored with.
+        """
         return True
 
 

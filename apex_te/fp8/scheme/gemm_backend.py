@@ -58,11 +58,16 @@ class GemmBackend:
         """Returns the GEMM ``a @ b.T``, ``[M, N]``.
 
         Args:
+            product: ``FPROP``, ``DGRAD`` or ``WGRAD``, which chooses the accumulator from
+                ``split``.
             a: FP8 data ``[M, K]``.
             b: FP8 data ``[N, K]``.
             a_scale_inv, b_scale_inv: ``1 / scale`` of the operands, in the scheme's shape.
             options: ``out``, ``out_dtype``, ``bias`` and ``accumulate``, as for ``fp8_gemm``, and
                 ``c`` if ``adds`` is True.
+
+        Raises:
+            NotImplementedError: a subclass does not define it.
         """
         raise NotImplementedError
 
@@ -150,6 +155,8 @@ class GemmBackend:
         the tensor to write to, which it returns. Call it only before the caller returns.
 
         Args:
+            product: ``FPROP`` or ``DGRAD``.
+            weight: ``[out, in]``; FPROP reads its rowwise copy, DGRAD the columnwise one.
             out_dtype: dtype of the results.
             bias: ``[out]`` or None; only for FPROP.
         """
@@ -175,11 +182,15 @@ class GemmBackend:
         """Returns ``b[g] @ a[r]`` for each row ``r`` and its group ``g``: bf16 ``[rows, N]``.
 
         Args:
+            product: ``FPROP`` or ``DGRAD``, which chooses the accumulator from ``split``.
             a: FP8 data ``[rows, K]``.
             b: FP8 data ``[groups, N, K]``.
             a_scale_inv: fp32 ``[rows]``.
             b_scale_inv: fp32 ``[groups]``.
             groups: which rows belong to which group, on the device.
+
+        Raises:
+            NotImplementedError: the scheme has no grouped GEMM.
         """
         raise NotImplementedError
 
@@ -247,7 +258,14 @@ warn_emulated._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class FP8Gemm(GemmBackend):
-    """Multiplies operands with one scale each by cuBLASLt's FP8 GEMMs, or emulates these."""
+    """Multiplies operands with one scale each by cuBLASLt's FP8 GEMMs, or emulates these.
+
+    It warns once if the device has no FP8 matrix units, and emulates. Arguments and attributes are
+    those of ``GemmBackend``.
+
+    Attributes:
+        native: True if the device has FP8 matrix units.
+    """
 
     __slots__ = ("native",)
 

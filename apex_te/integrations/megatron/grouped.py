@@ -98,7 +98,10 @@ class MindSpeedTEGroupedLinear(MegatronLayer, GroupedLinear):
             ``(out, None)``: ``out`` is ``[rows, out_features]``; there is no bias.
 
         Raises:
-            NotImplementedError: the recipe of the region is block scaling.
+            NotImplementedError: the recipe of the region is block scaling; or as for
+                ``GroupedLinear.forward``.
+            TypeError: as for ``GroupedLinear.forward``.
+            ValueError: as for ``GroupedLinear.forward``.
         """
         first = self._first(is_first_microbatch)
         region = local.region

@@ -62,6 +62,10 @@ class _ParallelLinear(MegatronLayer, Linear):
         Returns:
             ``(out, bias)``: ``out`` is ``[..., out_features]``. With ``skip_bias_add`` the bias is
             returned and not added; otherwise ``bias`` is None.
+
+        Raises:
+            TypeError: as for ``Linear.forward``.
+            ValueError: as for ``Linear.forward``.
         """
         first = self._first(is_first_microbatch)
         return self._paired(Linear.forward(self, x, is_first_microbatch=first))
@@ -237,6 +241,10 @@ class MindSpeedTELayerNormColumnParallelLinear(MegatronLayer, LayerNormLinear):
         Returns:
             ``(out, bias)``: ``out`` is ``[..., output_size / ranks]``. With ``skip_bias_add`` the
             bias is returned and not added; otherwise ``bias`` is None.
+
+        Raises:
+            TypeError: as for ``LayerNormLinear.forward``.
+            ValueError: as for ``LayerNormLinear.forward``.
         """
         first = self._first(is_first_microbatch)
         return self._paired(LayerNormLinear.forward(self, inp, first))

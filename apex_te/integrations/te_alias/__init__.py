@@ -49,10 +49,26 @@ def uninstall() -> None:
 
 
 def serve(made_for: str, version: str) -> None:
-    """Puts the shims in the place of the stub package, whose code calls this function."""
+    """Replaces the stub package with the shims; only the stub package calls it.
+
+    Args:
+        made_for: version of apex_te that wrote the stub package.
+        version: version that the shims are to show as theirs.
+
+    Raises:
+        ImportError: ``made_for`` is not the version of apex_te that runs.
+    """
     aliases.serve(TRANSFORMER_ENGINE, made_for, version)
 
 
 def claimed_version(level: str | None = None) -> str:
-    """Returns the alias's version, such as ``"2.14.0+apexte.0.1.0"``."""
+    """Returns the alias's version, such as ``"2.14.0+apexte.0.1.0"``.
+
+    Args:
+        level: Transformer Engine's release in it; None takes it from
+            ``APEX_TE_TE_VERSION``, else the release that apex_te follows.
+
+    Raises:
+        ValueError: ``level`` is not a version such as ``"2.14.0"``.
+    """
     return aliases.claimed_version(TRANSFORMER_ENGINE, level)

@@ -27,7 +27,11 @@ class ContextParallelArguments:
         cp_stream: Any = None,
         cp_comm_type: str = "p2p",
     ) -> None:
-        """Sets the ranks that sequences are split over, as apex_te's modules do."""
+        """Sets the ranks that sequences are split over, and keeps the arguments as attributes.
+
+        Arguments and errors are those of
+        ``apex_te.DotProductAttention.set_context_parallel_group``.
+        """
         given = (cp_group, cp_global_ranks, cp_stream, cp_comm_type)
         above: Any = super()
         above.set_context_parallel_group(*given)

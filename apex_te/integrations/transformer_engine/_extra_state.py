@@ -34,14 +34,28 @@ class ExtraState(torch.nn.Module):
     """
 
     def get_extra_state(self) -> torch.Tensor:
-        """Returns the value of ``_extra_state`` in a state dict, on the CPU."""
+        """Returns the value of ``_extra_state`` in a state dict, a uint8 vector on the CPU.
+
+        It is empty without an FP8 state and before the first forward in FP8.
+        """
         if not isinstance(self, FP8Module):
             return no_bytes()
         by_kind = isinstance(self, GroupedLinear)
         return encoded(self.fp8_state, self._fp8.recipe, by_kind)
 
     def set_extra_state(self, state: Any) -> None:
-        """Sets the FP8 state."""
+        """Sets the FP8 state from an ``_extra_state`` of apex_te or Transformer Engine.
+
+        It may be of any release. An empty one changes nothing; nor does a module without an FP8
+        state read it.
+
+        Args:
+            state: the value; nothing in it is imported or called.
+
+        Raises:
+            TypeError: as for ``read_te_extra_state``.
+            TEStateError: as for ``read_te_extra_state``.
+        """
         if not isinstance(self, FP8Module):
             return
         entries = self._entries(state, STATE_PREFIX)

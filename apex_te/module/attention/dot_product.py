@@ -424,8 +424,8 @@ class DotProductAttention(Planner, torch.nn.Module):
     ) -> str:
         """Returns the path that ``forward`` would take with these arguments, as ``"path: reason"``.
 
-        For example ``"sdpa: PyTorch's flash kernel"``. Arguments and errors are those of
-        ``forward``.
+        For example ``"sdpa: PyTorch's flash kernel"``. All arguments and errors are those of
+        ``forward``; nothing is computed.
         """
         kwargs.pop("checkpoint_core_attention", None)
         path = self._plan(query_layer, key_layer, value_layer, *args, **kwargs)[0]

@@ -310,9 +310,12 @@ class Step:
     def made(self, name: str, device: torch.device) -> torch.Tensor:
         """Returns a tensor of the step, made once and not in each layer.
 
-        ``"new_places"`` and ``"all_places"`` are indices of the new and of all tokens in the rows
-        of the cache, int64; ``"inputs"`` those of the new tokens in inputs padded to
-        ``longest_new``; for the others see the methods of their names.
+        Args:
+            name: ``"new_places"`` and ``"all_places"`` are indices of the new and of all tokens in
+                the rows of the cache, int64; ``"inputs"`` those of the new tokens in inputs padded
+                to ``longest_new``. ``"starts"``, ``"cu_new"`` and ``"cu_total"`` are described by
+                the methods of these names.
+            device: device of the tensor.
         """
         key = (name, device)
         if key not in self._tensors:
@@ -355,15 +358,24 @@ class PaddedStep:
         self.longest_new, self.longest = longest_new, longest
 
     def starts(self, device: torch.device) -> torch.Tensor:
-        """Returns the number of cached tokens of each sequence, int32 [sequences]."""
+        """Returns the number of cached tokens of each sequence, int32 [sequences].
+
+        ``device`` has no effect: the result is a view of ``table``, on its device.
+        """
         return self._starts[:-1]
 
     def cu_new(self, device: torch.device) -> torch.Tensor:
-        """Returns where the new tokens of each sequence begin, int32 [sequences + 1]."""
+        """Returns where the new tokens of each sequence begin, int32 [sequences + 1].
+
+        ``device`` has no effect: the result is a view of ``table``, on its device.
+        """
         return self._cu_new
 
     def cu_total(self, device: torch.device) -> torch.Tensor:
-        """Returns where all tokens of each sequence begin, int32 [sequences + 1]."""
+        """Returns where all tokens of each sequence begin, int32 [sequences + 1].
+
+        ``device`` has no effect: the result is a view of ``table``, on its device.
+        """
         return self._cu_total
 
     def row_starts(self) -> torch.Tensor:
@@ -507,7 +519,13 @@ def extended(
 
 
 def without_gradient(owner: str, queries: torch.Tensor, training: bool) -> torch.Tensor:
-    """Returns queries whose backward raises RuntimeError: the cache holds keys without history."""
+    """Returns queries whose backward raises RuntimeError: the cache holds keys without history.
+
+    Args:
+        owner: name of the module, for the error.
+        queries: the queries; they are returned themselves if no gradient can reach them.
+        training: True returns the queries unguarded; the caller refuses a cache in training.
+    """
     if training or not (torch.is_grad_enabled() and queries.requires_grad):
         return queries
     guarded: torch.Tensor = _NoGradient.apply(queries, owner)

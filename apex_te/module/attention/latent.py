@@ -411,7 +411,12 @@ class MultiLatentAttention(CompositeModule):
         return self.linear_q_proj if self.q_lora_rank is None else self.linear_q_up_proj
 
     def queries(self, q: torch.Tensor, is_first_microbatch: bool | None) -> torch.Tensor:
-        """Returns query heads [..., h, qk_head_dim + qk_pos_emb_head_dim], not rotated."""
+        """Returns query heads [..., h, qk_head_dim + qk_pos_emb_head_dim], not rotated.
+
+        Args:
+            q: as in ``heads``.
+            is_first_microbatch: as in ``forward``.
+        """
         out: torch.Tensor = self._query_layer()(q, is_first_microbatch=is_first_microbatch)
         return out.unflatten(-1, (-1, self.qk_head_dim + self.qk_pos_emb_head_dim))
 
@@ -423,7 +428,15 @@ class MultiLatentAttention(CompositeModule):
         turn: Turn | None,
         is_first_microbatch: bool | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns queries, keys and values [..., h, size] of what ``_down`` has returned."""
+        """Returns queries, keys and values [..., h, size] from the results of the down projections.
+
+        Args:
+            q: what the query layer takes, [..., q_lora_rank], or [..., hidden_size] without it.
+            latent: [..., kv_lora_rank].
+            pe: rotary part of the keys of all heads, [..., qk_pos_emb_head_dim], not yet rotated.
+            turn: rotation of the rotary parts; None does not rotate.
+            is_first_microbatch: as in ``forward``.
+        """
         kv = self.linear_kv_up_proj(latent, is_first_microbatch=is_first_microbatch)
         kv = kv.unflatten(-1, (-1, self.qk_head_dim + self.v_head_dim))
         return latent_heads(self.queries(q, is_first_microbatch), kv, pe, self.qkv_format, turn)

@@ -120,8 +120,14 @@ def init(
     This is apex's first interface, from which only the casts are left: ``initialize`` prepares
     models, whose forwards run under ``torch.autocast``.
 
+    Args:
+        enabled: False casts nothing.
+        loss_scale, patch_type, enable_caching, allow_banned: no effect.
+        verbose: only what the handle's ``verbose`` returns.
+
     Returns:
-        The handle, whose ``scale_loss`` raises RuntimeError, as in apex.
+        The handle, whose ``scale_loss`` raises RuntimeError, as in apex. It replaces the earlier
+        call's handle, whose casts end.
     """
     if amp_state.handle is not None:
         amp_state.handle.deactivate()

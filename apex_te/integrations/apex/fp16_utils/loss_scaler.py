@@ -21,7 +21,7 @@ class LossScaler:
         self.cur_scale = scale
 
     def has_overflow(self, params: Iterable[torch.Tensor]) -> bool:
-        """Returns False: gradients are not checked."""
+        """Returns False: gradients are not checked, and ``params`` are not read."""
         return False
 
     def update_scale(self, overflow: bool) -> None:
@@ -33,7 +33,12 @@ class LossScaler:
         return self.cur_scale
 
     def scale_gradient(self, module: Any, grad_in: Any, grad_out: Any) -> tuple[Any, ...]:
-        """Returns the gradients of a module's inputs times the scale, for a backward hook."""
+        """Returns the gradients of a module's inputs times the scale, for a full backward hook.
+
+        Args:
+            module, grad_out: not read.
+            grad_in: gradients of the inputs; None entries stay None.
+        """
         return tuple(None if grad is None else self.loss_scale * grad for grad in grad_in)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:

@@ -93,7 +93,10 @@ class MLP(torch.nn.Module):
             torch.nn.init.normal_(bias, 0.0, math.sqrt(1.0 / bias.shape[0]))
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Returns the output [rows, mlp_sizes[-1]] of ``input`` [rows, mlp_sizes[0]]."""
+        """Returns the output [rows, mlp_sizes[-1]] of ``input`` [rows, mlp_sizes[0]].
+
+        ``input`` has the parameters' dtype; under ``torch.autocast`` all are cast to its dtype.
+        """
         return mlp_function(self.bias, self.activation, input, *self.weights, *self.biases)
 
     def extra_repr(self) -> str:

@@ -115,7 +115,20 @@ def fused_layer_norm_affine(
     eps: float = 1e-6,
     memory_efficient: bool = False,
 ) -> torch.Tensor:
-    """Returns the layer norm of ``input`` [..., *normalized_shape], in its dtype."""
+    """Returns the layer norm of ``input``, in its dtype.
+
+    Args:
+        input: [..., *normalized_shape] float32, float16 or bfloat16; float64 by PyTorch's
+            operation. Under ``torch.autocast`` all tensors are cast to its dtype.
+        weight, bias: [*normalized_shape], in the input's dtype or float32.
+        normalized_shape: shape of the normalised trailing dimensions, or the last one's size.
+        eps: added to the variance.
+        memory_efficient: save the output instead of the input for backward.
+
+    Raises:
+        TypeError: a tensor has another dtype.
+        ValueError: a shape does not match.
+    """
     if input.dtype is torch.float64:
         return functional.layer_norm(input, _shape(normalized_shape), weight, bias, eps)
     function = FusedLayerNormAffineFunction.apply
@@ -128,7 +141,19 @@ def fused_layer_norm(
     eps: float = 1e-6,
     memory_efficient: bool = False,
 ) -> torch.Tensor:
-    """Returns the layer norm of ``input`` [..., *normalized_shape], without weights."""
+    """Returns the layer norm of ``input`` without weights, in its dtype.
+
+    Args:
+        input: [..., *normalized_shape] float32, float16 or bfloat16; float64 by PyTorch's
+            operation. Under ``torch.autocast`` all tensors are cast to its dtype.
+        normalized_shape: shape of the normalised trailing dimensions, or the last one's size.
+        eps: added to the variance.
+        memory_efficient: save the output instead of the input for backward.
+
+    Raises:
+        TypeError: a tensor has another dtype.
+        ValueError: a shape does not match.
+    """
     if input.dtype is torch.float64:
         return functional.layer_norm(input, _shape(normalized_shape), None, None, eps)
     function = FusedLayerNormFunction.apply
@@ -143,7 +168,20 @@ def mixed_dtype_fused_layer_norm_affine(
     eps: float = 1e-6,
     memory_efficient: bool = False,
 ) -> torch.Tensor:
-    """Returns the layer norm of ``input`` [..., *normalized_shape], in the weight's dtype."""
+    """Returns the layer norm of ``input``, in the weight's dtype.
+
+    Args:
+        input: [..., *normalized_shape] float32, float16 or bfloat16. Under ``torch.autocast`` all
+            tensors are cast to its dtype.
+        weight, bias: [*normalized_shape] float32, float16 or bfloat16.
+        normalized_shape: shape of the normalised trailing dimensions, or the last one's size.
+        eps: added to the variance.
+        memory_efficient: save the output instead of the input for backward.
+
+    Raises:
+        TypeError: a tensor has another dtype.
+        ValueError: a shape does not match.
+    """
     function = FusedLayerNormAffineMixedDtypesFunction.apply
     return call_autocast(function, input, weight, bias, normalized_shape, eps, memory_efficient)
 
@@ -155,7 +193,20 @@ def fused_rms_norm_affine(
     eps: float = 1e-6,
     memory_efficient: bool = False,
 ) -> torch.Tensor:
-    """Returns the RMS norm of ``input`` [..., *normalized_shape], in its dtype."""
+    """Returns the RMS norm of ``input``, in its dtype.
+
+    Args:
+        input: [..., *normalized_shape] float32, float16 or bfloat16; float64 by PyTorch's
+            operation. Under ``torch.autocast`` all tensors are cast to its dtype.
+        weight: [*normalized_shape], in the input's dtype or float32.
+        normalized_shape: shape of the normalised trailing dimensions, or the last one's size.
+        eps: added to the mean square.
+        memory_efficient: save the output instead of the input for backward.
+
+    Raises:
+        TypeError: a tensor has another dtype.
+        ValueError: a shape does not match.
+    """
     if input.dtype is torch.float64:
         return manual_rms_norm(input, normalized_shape, weight, eps)
     function = FusedRMSNormAffineFunction.apply
@@ -168,7 +219,19 @@ def fused_rms_norm(
     eps: float = 1e-6,
     memory_efficient: bool = False,
 ) -> torch.Tensor:
-    """Returns the RMS norm of ``input`` [..., *normalized_shape], without a weight."""
+    """Returns the RMS norm of ``input`` without a weight, in its dtype.
+
+    Args:
+        input: [..., *normalized_shape] float32, float16 or bfloat16; float64 by PyTorch's
+            operation. Under ``torch.autocast`` all tensors are cast to its dtype.
+        normalized_shape: shape of the normalised trailing dimensions, or the last one's size.
+        eps: added to the mean square.
+        memory_efficient: save the output instead of the input for backward.
+
+    Raises:
+        TypeError: a tensor has another dtype.
+        ValueError: a shape does not match.
+    """
     if input.dtype is torch.float64:
         return manual_rms_norm(input, normalized_shape, None, eps)
     function = FusedRMSNormFunction.apply
@@ -182,7 +245,20 @@ def mixed_dtype_fused_rms_norm_affine(
     eps: float = 1e-6,
     memory_efficient: bool = False,
 ) -> torch.Tensor:
-    """Returns the RMS norm of ``input`` [..., *normalized_shape], in the weight's dtype."""
+    """Returns the RMS norm of ``input``, in the weight's dtype.
+
+    Args:
+        input: [..., *normalized_shape] float32, float16 or bfloat16. Under ``torch.autocast`` all
+            tensors are cast to its dtype.
+        weight: [*normalized_shape] float32, float16 or bfloat16.
+        normalized_shape: shape of the normalised trailing dimensions, or the last one's size.
+        eps: added to the mean square.
+        memory_efficient: save the output instead of the input for backward.
+
+    Raises:
+        TypeError: a tensor has another dtype.
+        ValueError: a shape does not match.
+    """
     function = FusedRMSNormAffineMixedDtypesFunction.apply
     return call_autocast(function, input, weight, normalized_shape, eps, memory_efficient)
 
@@ -190,7 +266,14 @@ def mixed_dtype_fused_rms_norm_affine(
 def manual_rms_norm(
     input: torch.Tensor, normalized_shape: Shape, weight: torch.Tensor | None, eps: float
 ) -> torch.Tensor:
-    """Returns the RMS norm of ``input`` by PyTorch's operations."""
+    """Returns the RMS norm of ``input`` by ``torch.nn.functional.rms_norm``.
+
+    Args:
+        input: [..., *normalized_shape].
+        normalized_shape: shape of the normalised trailing dimensions, or the last one's size.
+        weight: [*normalized_shape], or None.
+        eps: added to the mean square.
+    """
     return functional.rms_norm(input, list(_shape(normalized_shape)), weight, eps)
 
 
@@ -228,7 +311,10 @@ class FusedRMSNorm(torch.nn.Module):
             torch.nn.init.ones_(self.weight)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Returns the RMS norm of ``input`` [..., *normalized_shape]."""
+        """Returns the RMS norm of ``input`` [..., *normalized_shape].
+
+        Dtypes and errors are those of ``fused_rms_norm_affine``.
+        """
         rest = (self.normalized_shape, self.eps, self.memory_efficient)
         if self.weight is None:
             return fused_rms_norm(input, *rest)
@@ -271,7 +357,10 @@ class FusedLayerNorm(FusedRMSNorm):
             torch.nn.init.zeros_(self.bias)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Returns the layer norm of ``input`` [..., *normalized_shape]."""
+        """Returns the layer norm of ``input`` [..., *normalized_shape].
+
+        Dtypes and errors are those of ``fused_layer_norm_affine``.
+        """
         rest = (self.normalized_shape, self.eps, self.memory_efficient)
         if self.weight is None:
             return fused_layer_norm(input, *rest)
@@ -311,7 +400,10 @@ class MixedFusedLayerNorm(FusedLayerNorm):
         super().__init__(normalized_shape, eps, True, memory_efficient)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Returns the layer norm of ``input`` [..., *normalized_shape]."""
+        """Returns the layer norm of ``input`` [..., *normalized_shape].
+
+        Dtypes and errors are those of ``mixed_dtype_fused_layer_norm_affine``.
+        """
         return mixed_dtype_fused_layer_norm_affine(
             input, self.weight, self.bias, self.normalized_shape, self.eps, self.memory_efficient
         )
@@ -341,7 +433,10 @@ class MixedFusedRMSNorm(FusedRMSNorm):
         super().__init__(normalized_shape, eps, True, memory_efficient)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Returns the RMS norm of ``input`` [..., *normalized_shape]."""
+        """Returns the RMS norm of ``input`` [..., *normalized_shape].
+
+        Dtypes and errors are those of ``mixed_dtype_fused_rms_norm_affine``.
+        """
         return mixed_dtype_fused_rms_norm_affine(
             input, self.weight, self.normalized_shape, self.eps, self.memory_efficient
         )

@@ -11,7 +11,9 @@ from ._lists import CHUNK, ListOptimizer, grads_of
 
 
 class FusedAdagrad(ListOptimizer):
-    """Adagrad; the state of a parameter is ``sum``, in its dtype.
+    """Adagrad, as ``torch.optim.Adagrad`` with ``lr_decay=0``.
+
+    The state of a parameter is ``sum``, in its dtype.
 
     Args:
         params: parameters or parameter groups, float32, float16 or bfloat16.

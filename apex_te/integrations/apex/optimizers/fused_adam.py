@@ -9,7 +9,7 @@ from ._overflow import Overflow
 class FusedAdam(GroupSteps, Overflow, fused_adam.FusedAdam):
     """Adam with decoupled (AdamW) or L2 weight decay; ``apex_te.optimizers.FusedAdam``.
 
-    It has the arguments of that class. As in apex a parameter group counts the steps, in
+    It has the arguments and errors of that class. As in apex a parameter group counts the steps, in
     ``group["step"]``, and the state of a parameter is ``exp_avg``, ``exp_avg_sq`` and, with master
     weights, ``master_param``.
     """

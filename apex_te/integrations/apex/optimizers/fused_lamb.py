@@ -7,7 +7,7 @@ from ._overflow import Overflow
 
 
 class FusedLAMB(GroupSteps, Overflow, fused_lamb.FusedLAMB):
-    """LAMB; ``apex_te.optimizers.FusedLAMB``, whose arguments it has.
+    """LAMB (arXiv 1904.00962); ``apex_te.optimizers.FusedLAMB``, whose arguments and errors it has.
 
     As in apex a parameter group counts the steps, in ``group["step"]``, and the state of a
     parameter is ``exp_avg``, ``exp_avg_sq`` and, with master weights, ``master_param``.

@@ -12,7 +12,7 @@ from ._lists import CHUNK, ListOptimizer, grads_of
 
 
 class FusedMixedPrecisionLamb(ListOptimizer):
-    """LAMB whose learning rate, step count and loss scale stay on the device.
+    """LAMB (arXiv 1904.00962) whose learning rate, step count and loss scale stay on the device.
 
     ``group["lr"]`` and ``group["step"]`` are tensors. The state of a parameter is ``exp_avg`` and
     ``exp_avg_sq``, float32. Parameters of ``reduced_precision_dtype`` get float32 master weights at
@@ -29,7 +29,8 @@ class FusedMixedPrecisionLamb(ListOptimizer):
         amsgrad: not available; True raises RuntimeError.
         adam_w_mode: decoupled weight decay; False adds it to the gradient.
         grad_averaging: the gradient enters ``exp_avg`` with weight ``1 - betas[0]`` instead of 1.
-        max_grad_norm: the joint norm of all gradients to which they are clipped.
+        max_grad_norm: the joint norm of all gradients to which they are clipped. Unlike in
+            ``FusedLAMB``, 0 does not disable clipping: it makes all gradients 0.
         use_nvlamb: also scale the updates of tensors without weight decay.
         reduced_precision_dtype: dtype of the parameters that have master weights; None for none.
 

@@ -35,7 +35,11 @@ def apply_flat_dist_call(
 ) -> None:
     """Calls a collective on the concatenation of tensors of one type, and writes it back.
 
-    ``torch.distributed.all_reduce`` is followed by a division by the number of ranks.
+    Args:
+        bucket: tensors of one dtype, on one device; written in place.
+        call: function of the flat tensor, working in place. ``torch.distributed.all_reduce`` is
+            followed by a division by the number of ranks.
+        extra_args: more positional arguments of ``call``; None for none.
     """
     flat = flatten(bucket)
     call(flat, *(extra_args or ()))
@@ -49,7 +53,12 @@ def flat_dist_call(
     call: Callable[..., Any],
     extra_args: Sequence[Any] | None = None,
 ) -> None:
-    """Calls a collective once for the tensors of each type, as ``apply_flat_dist_call`` does."""
+    """Calls a collective once for the tensors of each type, as ``apply_flat_dist_call`` does.
+
+    Args:
+        tensors: tensors of any dtypes; written in place.
+        call, extra_args: as in ``apply_flat_dist_call``.
+    """
     with torch.no_grad():
         for bucket in split_half_float_double(tensors):
             apply_flat_dist_call(bucket, call, extra_args)
@@ -68,7 +77,8 @@ class Reducer:
     """Averages gradients over all ranks when ``reduce`` is called.
 
     Args:
-        module_or_grads_list: a module, whose parameters become those of rank 0, or tensors.
+        module_or_grads_list: a module, whose parameters become those of rank 0 (collective), or
+            gradients in nested lists and tuples.
     """
 
     def __init__(self, module_or_grads_list: torch.nn.Module | Sequence[torch.Tensor]) -> None:
@@ -81,7 +91,11 @@ class Reducer:
             extract_tensors(module_or_grads_list, self.grads)
 
     def reduce(self) -> None:
-        """Averages all existing gradients."""
+        """Averages all existing gradients over the ranks of the default process group, in place.
+
+        Collective: every rank must have gradients of the same parameters. Each dtype takes one
+        all-reduce.
+        """
         grads = self.grads
         if self.module is not None:
             grads = [p.grad for p in self.module.parameters() if p.grad is not None]

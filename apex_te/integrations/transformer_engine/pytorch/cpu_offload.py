@@ -244,9 +244,19 @@ class _Layer:
 class ActivationOffload:
     """Context manager that offloads what the first layers of each forward save for backward.
 
-    Tensors below ``smallest`` bytes and on other types of ``devices`` stay. ``retain`` keeps pinned
-    memory for the next forward, and for replays of a CUDA graph. ``copies`` counts the tensors that
-    have been saved to be copied to the CPU; ``entered`` the contexts that are entered at present.
+    ``get_cpu_offload_context`` makes it and describes its use. Enter it for each layer, then call
+    ``synchronize`` with the layer's output.
+
+    Args:
+        num_layers: number of layers to offload.
+        model_layers: number of layers that one forward runs.
+        smallest: tensors of fewer bytes stay.
+        devices: types of devices whose tensors are offloaded.
+        retain: keep pinned memory for the next forward, and for replays of a CUDA graph.
+
+    Attributes:
+        copies: number of tensors that have been saved to be copied to the CPU.
+        entered: number of contexts that are entered at present, over all objects.
     """
 
     entered = 0

@@ -28,7 +28,16 @@ def moe_unpermute(
     probs: torch.Tensor | None = None,
     pad_offsets: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Sums the rows of each token, times their probs if given; ``apex_te``'s ``moe_unpermute``."""
+    """Sums the rows of each token, times their probs if given; differentiable in both.
+
+    Arguments, result and errors are those of ``apex_te.moe_unpermute``, with:
+
+    Args:
+        probs: earlier name of ``merging_probs``.
+
+    Raises:
+        TypeError: both ``merging_probs`` and ``probs`` are given.
+    """
     if probs is not None:
         if merging_probs is not None:
             raise TypeError(

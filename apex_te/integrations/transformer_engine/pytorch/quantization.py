@@ -66,7 +66,7 @@ def get_default_recipe() -> Recipe:
 
 
 def get_fp8_recipe() -> Recipe:
-    """Returns the recipe of this thread's innermost region, or the default recipe outside."""
+    """Returns the recipe of this thread's innermost region; outside, ``DelayedScaling()``."""
     return FP8GlobalStateManager.get_fp8_recipe()
 
 
@@ -330,7 +330,7 @@ class FP8GlobalStateManager:
 
     @classmethod
     def get_fp8_recipe(cls) -> Recipe:
-        """Returns the recipe of this thread's innermost region, or the default recipe outside."""
+        """Returns the recipe of this thread's innermost region; outside, ``DelayedScaling()``."""
         region = _regions.local.region
         if region is None:
             return get_default_fp8_recipe()

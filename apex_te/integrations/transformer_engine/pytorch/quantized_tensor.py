@@ -77,7 +77,13 @@ def restore_from_saved(
     saved_tensors: Sequence[torch.Tensor | None],
     return_saved_tensors: bool = False,
 ) -> Any:
-    """Returns the tensors that ``prepare_for_saving`` was given."""
+    """Returns the tensors that ``prepare_for_saving`` was given.
+
+    Args:
+        tensors: second result of ``prepare_for_saving``.
+        saved_tensors: ``ctx.saved_tensors``; the first ``len(tensors)`` of them are returned.
+        return_saved_tensors: also return the rest, as ``(tensors, rest)``.
+    """
     count = len(tensors)
     restored = list(saved_tensors[:count])
     return (restored, list(saved_tensors[count:])) if return_saved_tensors else restored

@@ -21,7 +21,7 @@ __all__ = [
 
 
 def divide(numerator: int, denominator: int) -> int:
-    """Returns the quotient of two integers.
+    """Returns the quotient ``numerator / denominator`` of two integers.
 
     Raises:
         ValueError: the division leaves a remainder.
@@ -143,7 +143,10 @@ def nvtx_range_push(msg: str) -> None:
 
 
 def nvtx_range_pop(msg: str | None = None) -> None:
-    """Ends the innermost range of ``nvtx_range_push``; does nothing without a GPU."""
+    """Ends the innermost range of ``nvtx_range_push``; does nothing without a GPU.
+
+    ``msg`` is not read: ranges end in the opposite order of their beginnings.
+    """
     if torch.cuda.is_available():
         torch.cuda.nvtx.range_pop()
 

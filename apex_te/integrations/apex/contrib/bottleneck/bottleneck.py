@@ -17,6 +17,12 @@ class FrozenBatchNorm2d(torch.nn.Module):
     """Batch norm of ``n`` channels with fixed statistics and weights, all of them buffers.
 
     As in apex nothing is added to the variance.
+
+    Args:
+        n: number of channels.
+
+    Attributes:
+        weight, bias, running_mean, running_var: buffers [n]; at first 1, 0, 0 and 1.
     """
 
     weight: torch.Tensor
@@ -105,7 +111,11 @@ class Bottleneck(torch.nn.Module):
                 weight.data = weight.data.permute(0, 2, 3, 1).contiguous()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the block's output for x [N, C, H, W], or [N, H, W, C] if ``explicit_nhwc``."""
+        """Returns the block's output for x [N, C, H, W], or [N, H, W, C] if ``explicit_nhwc``.
+
+        ``x`` has the parameters' dtype. The output has ``out_channels``, and H and W divided by the
+        stride, rounded up.
+        """
         if self.explicit_nhwc:
             x = x.permute(0, 3, 1, 2)
         out = torch.relu(self.bn1(self._convolve(self.conv1, x)))

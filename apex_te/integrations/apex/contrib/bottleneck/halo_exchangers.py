@@ -51,10 +51,15 @@ class HaloExchanger:
         left_input_halo: torch.Tensor | None = None,
         right_input_halo: torch.Tensor | None = None,
     ) -> Halos:
-        """Sends a halo to each neighbour, and returns (left, right) halos that they sent.
+        """Sends a halo to each neighbour, and returns the (left, right) halos that they sent.
 
-        At an end of the image the input is zeros. Input tensors that are given are written and
-        returned.
+        Collective. At an end of the image the input is zeros.
+
+        Args:
+            left_output_halo, right_output_halo: what the left and the right neighbour get, of one
+                shape and dtype.
+            left_input_halo, right_input_halo: tensors to write to and return; new ones unless both
+                are given.
         """
         if left_input_halo is None or right_input_halo is None:
             left_input_halo = torch.empty_like(left_output_halo)
@@ -68,7 +73,10 @@ class HaloExchanger:
 
 
 class HaloExchangerNoComm(HaloExchanger):
-    """Exchanger without communication, to measure with: the rank gets its own halos, swapped."""
+    """Exchanger without communication, to measure with: the rank gets its own halos, swapped.
+
+    Arguments and errors are those of ``HaloExchanger``; the ends of an image are not zeros.
+    """
 
     def _exchange(self, outputs: Halos, inputs: Halos) -> None:
         for into, out in zip(inputs, reversed(outputs), strict=True):
@@ -76,7 +84,15 @@ class HaloExchangerNoComm(HaloExchanger):
 
 
 class HaloExchangerAllGather(HaloExchanger):
-    """Exchanger by an all-gather of the halos of all ranks of process group ``comm``."""
+    """Exchanger by an all-gather of the halos of all ranks.
+
+    Args:
+        ranks, rank_in_group: as in ``HaloExchanger``.
+        comm: process group of these ranks, in their order.
+
+    Raises:
+        ValueError: as for ``HaloExchanger``.
+    """
 
     def __init__(self, ranks: Sequence[int], rank_in_group: int, comm: Any) -> None:
         super().__init__(ranks, rank_in_group)
@@ -99,7 +115,11 @@ class HaloExchangerAllGather(HaloExchanger):
 
 
 class HaloExchangerSendRecv(HaloExchanger):
-    """Exchanger by point-to-point messages in the default process group."""
+    """Exchanger by point-to-point messages in the default process group.
+
+    Arguments and errors are those of ``HaloExchanger``. The first exchange sets up the
+    communicator, so every rank of the default group must take part in it.
+    """
 
     def __init__(self, ranks: Sequence[int], rank_in_group: int) -> None:
         super().__init__(ranks, rank_in_group)
@@ -117,7 +137,15 @@ class HaloExchangerSendRecv(HaloExchanger):
 
 
 class HaloExchangerPeer(HaloExchangerSendRecv):
-    """``HaloExchangerSendRecv`` with apex's arguments for peer memory, which is not used."""
+    """``HaloExchangerSendRecv`` with apex's arguments for peer memory, which is not used.
+
+    Args:
+        ranks, rank_in_group: as in ``HaloExchanger``.
+        peer_pool, explicit_nhwc, numSM: no effect.
+
+    Raises:
+        ValueError: as for ``HaloExchanger``.
+    """
 
     def __init__(
         self,
@@ -132,7 +160,11 @@ class HaloExchangerPeer(HaloExchangerSendRecv):
 
 
 class HaloPadder:
-    """Adds the halos of the neighbours to a tensor, through the exchanger ``halo_ex``."""
+    """Function that adds the halos of the neighbours to a tensor; call the object.
+
+    Args:
+        halo_ex: the ``HaloExchanger`` to exchange them with.
+    """
 
     def __init__(self, halo_ex: HaloExchanger) -> None:
         self.halo_ex = halo_ex

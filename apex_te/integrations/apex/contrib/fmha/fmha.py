@@ -81,10 +81,12 @@ class FMHA(torch.nn.Module):
         is_training: bool = True,
         zero_tensors: bool = False,
     ) -> torch.Tensor:
-        """Returns attention [tokens, hidden_size] of qkv [tokens, 3 * hidden_size].
+        """Returns attention [tokens, hidden_size] of packed sequences, each to itself.
 
-        Other arguments are as in ``FMHAFun.apply``; columns of qkv are ordered (q, k, v), head,
-        channel.
+        Args:
+            qkv: [tokens, 3 * hidden_size], with columns ordered (q, k, v), head, channel.
+            cu_seqlens, max_s, is_training, zero_tensors: as in ``FMHAFun.apply``. ``is_training``,
+                not the module's mode, turns dropout on.
         """
         out = FMHAFun.apply(
             qkv.view(-1, 3, self.h, self.d), cu_seqlens, self.p_dropout, max_s, is_training,

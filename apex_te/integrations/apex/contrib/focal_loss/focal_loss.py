@@ -20,9 +20,13 @@ def focal_loss(
 ) -> torch.Tensor:
     """Computes the sigmoid focal loss of one level of a detector; differentiable.
 
+    It is ``apex_te.ops.focal_loss.focal_loss``, whose documentation has the formula
+    (arXiv 1708.02002) and the labels that ``label_smoothing`` gives.
+
     Args:
         cls_output: logits [..., C], float32, float16 or bfloat16.
-        cls_targets_at_level: [...] int64; rows of -2 are ignored, rows of -1 have only background.
+        cls_targets_at_level: [...] int64, the class of each row; rows of -2 are ignored, other
+            values outside the classes, such as -1, have only background.
         num_positive_sum: one float32 element, the divisor of the loss.
         num_real_classes: number of classes; later columns of the logits are padding.
         alpha: weight of the target's class; the others have 1 - alpha.
@@ -35,6 +39,8 @@ def focal_loss(
     Raises:
         TypeError: a tensor has another dtype than those above.
         ValueError: a shape does not match, or a number is out of range.
+
+    Source: apex.contrib.focal_loss.
     """
     return FocalLoss.apply(
         cls_output, cls_targets_at_level, num_positive_sum, num_real_classes, alpha, gamma,

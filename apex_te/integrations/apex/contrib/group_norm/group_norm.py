@@ -83,7 +83,10 @@ class GroupNorm(torch.nn.Module):
             torch.nn.init.zeros_(self.bias)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Returns the norm of ``input`` [N, C, ...], in its dtype and layout."""
+        """Returns the norm of ``input`` [N, C, ...], in its dtype and layout.
+
+        ``input`` may have any floating-point dtype; it is computed in the parameters' dtype.
+        """
         weight, bias = self.weight, self.bias
         y = torch_group_norm(input, self.num_groups, weight, bias, self.eps, self.act)
         is_nhwc = input.dim() == 4 and input.is_contiguous(memory_format=torch.channels_last)

@@ -14,7 +14,16 @@ from apex_te.ops.bias_dropout_add import bias_dropout_add
 def jit_dropout_add(
     x: torch.Tensor, residual: torch.Tensor, prob: float, is_training: bool
 ) -> torch.Tensor:
-    """Returns residual + dropout(x) in one pass."""
+    """Returns residual + dropout(x) in one pass.
+
+    Args:
+        x: [..., cols] float32, float16 or bfloat16.
+        residual: x's shape, of x's dtype or float32; the result has its dtype.
+        prob: dropout probability, from 0 to 1.
+        is_training: False leaves out dropout.
+
+    Errors are those of ``apex_te.ops.bias_dropout_add.bias_dropout_add``.
+    """
     return bias_dropout_add(x, None, residual, prob, is_training)
 
 

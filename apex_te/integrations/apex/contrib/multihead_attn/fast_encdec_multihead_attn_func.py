@@ -14,7 +14,23 @@ __all__ = ["FastEncdecAttnFunc", "fast_encdec_attn_func"]
 
 
 class FastEncdecAttnFunc(FastFunction):
-    """Attention of inputs_q [queries, seqs, embed] to inputs_kv [keys, seqs, embed]."""
+    """Attention of inputs_q [queries, seqs, embed] to inputs_kv [keys, seqs, embed].
+
+    ``apply`` takes the arguments of ``forward``, in order. Under autocast tensors are cast to its
+    dtype.
+
+    Args:
+        use_time_mask: True for a mask [queries, keys], False for [seqs, keys].
+        is_training: False leaves out dropout.
+        heads: number of heads; scores are divided by the root of a head's channels.
+        inputs_q, inputs_kv, input_weights_q, input_weights_kv, output_weights, dropout_prob: as in
+            ``EncdecAttnFunc.apply``.
+        pad_mask: nonzero hides a key; None hides nothing.
+
+    Raises:
+        TypeError: the tensors have several dtypes.
+        ValueError: a shape does not match, or the heads do not divide the channels.
+    """
 
     @staticmethod
     def forward(

@@ -14,7 +14,27 @@ __all__ = ["FastSelfAttnFunc", "fast_self_attn_func"]
 
 
 class FastSelfAttnFunc(FastFunction):
-    """Attention of [tokens, seqs, embed] to itself; a mask is added if ``mask_additive``."""
+    """Attention of [tokens, seqs, embed] to itself, in float32, float16 or bfloat16.
+
+    ``apply`` takes the arguments of ``forward``, in order. Under autocast tensors are cast to its
+    dtype.
+
+    Args:
+        use_time_mask: True for a mask [tokens, tokens], False for [seqs, tokens].
+        is_training: False leaves out dropout.
+        heads: number of heads; scores are divided by the root of a head's channels.
+        inputs, input_weights, output_weights, input_biases, output_biases, dropout_prob: as in
+            ``self_attn_func``. Give both biases or neither.
+        pad_mask: nonzero hides a key, or with ``mask_additive`` it is added to the scores; None
+            hides nothing.
+        mask_additive: True requires biases and ``use_time_mask=False``.
+
+    Raises:
+        NotImplementedError: ``mask_additive`` with a mask and without biases.
+        TypeError: the tensors have several dtypes.
+        ValueError: a shape does not match, ``mask_additive`` with ``use_time_mask``, or the heads
+            do not divide the channels.
+    """
 
     @staticmethod
     def forward(

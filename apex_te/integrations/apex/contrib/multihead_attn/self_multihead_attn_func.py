@@ -61,7 +61,17 @@ def attend(
     is_additive: bool,
     dropout_prob: float,
 ) -> torch.Tensor:
-    """Returns the context [queries, seqs, embed] of projections with (q, k, v) in ``parts``."""
+    """Returns the context [queries, seqs, embed] of projected queries, keys and values.
+
+    Args:
+        lins: projections [tokens, seqs, n * embed], with columns ordered head, part, channel.
+        parts: n of each projection; the parts are q, k and v: ``(3,)``, or ``(1, 2)`` for q and kv.
+        heads, scale: as in ``self_attn_func``.
+        mask: as in ``self_attn_func``, [queries, keys] or [seqs, keys].
+        over_time: True for a mask [queries, keys].
+        is_additive: the mask is added to the scores instead of hiding where it is nonzero.
+        dropout_prob: dropout probability of attention weights; 0 outside of training.
+    """
     views = []
     for lin, n in zip(lins, parts, strict=True):
         split = lin.view(*lin.shape[:2], heads, n, -1).permute(3, 1, 2, 0, 4)

@@ -32,7 +32,7 @@ class PeerMemoryPool:
     def allocate_peer_tensors(
         self, shape: Sequence[int], dtype: torch.dtype, channels_last: bool, dynamic: bool
     ) -> NoReturn:
-        """Raises NotImplementedError, naming PyTorch's shared tensors."""
+        """Raises NotImplementedError, naming PyTorch's shared tensors; no argument is read."""
         raise NotImplementedError(
             "PeerMemoryPool.allocate_peer_tensors: memory of peers is not supported; allocate with "
             "torch.distributed._symmetric_memory.empty and share with its rendezvous"

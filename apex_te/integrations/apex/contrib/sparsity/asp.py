@@ -42,7 +42,14 @@ def eligible_modules(
     allowed_layer_names: Sequence[str] | None,
     disallowed_layer_names: Sequence[str],
 ) -> list[tuple[str, nn.Module]]:
-    """Returns names and modules of the listed types, without those that are not allowed."""
+    """Returns (name, module) pairs of the modules of a model that are to be pruned.
+
+    Args:
+        model: the model; names are those of ``named_modules``.
+        whitelist_layer_types: types to take, subclasses included.
+        allowed_layer_names: names to take; None takes all.
+        disallowed_layer_names: names to leave out.
+    """
     return [
         (name, module)
         for name, module in model.named_modules()
@@ -252,7 +259,9 @@ class ASP:
     def prune_trained_model(cls, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Prunes a trained model's linear layers, 2D convolutions and attention.
 
-        The optimizer, which is to train it further, keeps the weights sparse.
+        The optimizer, which is to train it further, keeps the weights sparse. Errors are those of
+        ``init_model_for_pruning``, ``init_optimizer_for_pruning`` and ``compute_sparse_masks``,
+        which it calls.
         """
         cls.init_model_for_pruning(
             model, "m4n2_1d", verbosity=2, whitelist=(nn.Linear, nn.Conv2d, nn.MultiheadAttention)
@@ -267,7 +276,12 @@ class ASP:
         save_permutation_graph: bool = False,
         permutation_output_dir: str = ".",
     ) -> None:
-        """Sets ``allow_permutation``.
+        """Sets ``allow_permutation``, which has no effect but a warning when masks are computed.
+
+        Args:
+            allow_permutation: the value.
+            save_permutation_graph: must be False.
+            permutation_output_dir: not read.
 
         Raises:
             NotImplementedError: ``save_permutation_graph`` is set; there are no permutations.

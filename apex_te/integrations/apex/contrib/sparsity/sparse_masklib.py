@@ -21,7 +21,12 @@ def fill(x: torch.Tensor) -> float:
 def m4n2_1d(mat: torch.Tensor, density: float = 0.5) -> torch.Tensor:
     """Returns the mask of the 2 largest magnitudes of each 4 neighbours in a row; the first wins.
 
-    A last group of fewer columns counts as filled up with zeros.
+    Args:
+        mat: [rows, cols]. A last group of fewer columns counts as filled up with zeros.
+        density: no effect.
+
+    Returns:
+        Float32 ones and zeros, [rows, cols].
     """
     rows, cols = mat.shape
     groups = pad(mat.abs().float(), (0, -cols % _GROUP)).view(rows, -1, _GROUP)
@@ -31,7 +36,18 @@ def m4n2_1d(mat: torch.Tensor, density: float = 0.5) -> torch.Tensor:
 
 
 def m4n2_2d_best(mat: torch.Tensor, density: float = 0.5) -> torch.Tensor:
-    """Returns the mask of 2 in each row and column of each block of 4x4 with the largest sum."""
+    """Returns the mask of 2 in each row and column of each block of 4x4 with the largest sum.
+
+    Args:
+        mat: [rows, cols], with rows and cols in multiples of 4. Sums are of magnitudes.
+        density: no effect.
+
+    Returns:
+        Float32 ones and zeros, [rows, cols].
+
+    Raises:
+        ValueError: rows or cols is not a multiple of 4.
+    """
     blocks, cols = _blocks("m4n2_2d_best", mat)
     patterns = _patterns().to(mat.device)
     best = (blocks @ patterns.t()).argmax(-1)
@@ -39,7 +55,18 @@ def m4n2_2d_best(mat: torch.Tensor, density: float = 0.5) -> torch.Tensor:
 
 
 def m4n2_2d_greedy(mat: torch.Tensor, density: float = 0.5) -> torch.Tensor:
-    """Returns a mask of at most 2 in each row and column of each block of 4x4, largest first."""
+    """Returns a mask of at most 2 in each row and column of each block of 4x4, largest first.
+
+    Args:
+        mat: [rows, cols], with rows and cols in multiples of 4; magnitudes are compared.
+        density: no effect.
+
+    Returns:
+        Float32 ones and zeros, [rows, cols].
+
+    Raises:
+        ValueError: rows or cols is not a multiple of 4.
+    """
     blocks, cols = _blocks("m4n2_2d_greedy", mat)
     order = blocks.argsort(dim=-1, descending=True, stable=True)
     mask = torch.zeros_like(blocks)

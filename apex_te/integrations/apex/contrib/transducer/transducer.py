@@ -91,13 +91,17 @@ class TransducerJoint(torch.nn.Module):
 
 
 class TransducerLoss(torch.nn.Module):
-    """Transducer (RNN-T) loss of logits, including their log-softmax.
+    """Transducer (RNN-T, arXiv 1211.3711) loss of logits, including their log-softmax.
+
+    ``apex_te.ops.transducer_loss`` computes it.
 
     Args:
         fuse_softmax_backward: compute the gradients of softmax and loss together, from the logits;
             False leaves the softmax to ``torch.log_softmax``.
         opt: not used.
         packed_input: logits are packed, without the elements beyond the lengths.
+
+    Source: apex.contrib.transducer.
     """
 
     def __init__(

@@ -8,7 +8,12 @@ from .....ops.cross_entropy import cross_entropy
 
 
 class SoftmaxCrossEntropyLoss:
-    """Cross entropy of softmax(logits) and labels, one loss for each row."""
+    """Cross entropy of softmax(logits) and labels, one loss for each row.
+
+    It is not a module: call ``SoftmaxCrossEntropyLoss.apply``.
+
+    Source: apex.contrib.xentropy.
+    """
 
     @staticmethod
     def apply(
@@ -18,13 +23,14 @@ class SoftmaxCrossEntropyLoss:
         padding_idx: int = 0,
         half_to_float: bool = False,
     ) -> torch.Tensor:
-        """Computes the losses; it is differentiable.
+        """Computes the losses by ``apex_te.ops.cross_entropy.cross_entropy``; it is differentiable.
 
         Args:
             logits: [rows, classes] float32, float16 or bfloat16.
             labels: [rows] int64 or int32.
             smoothing: in [0, 1], the part of the label's probability spread over all classes.
-            padding_idx: rows with this label have loss 0 and gradient 0.
+            padding_idx: rows with this label have loss 0 and gradient 0; the default ignores class
+                0.
             half_to_float: return float32 for 16-bit logits.
 
         Returns:

@@ -42,7 +42,14 @@ def fused_apply_rotary_pos_emb(
 ) -> torch.Tensor:
     """Rotates t [s, b, h, d] by the angles freqs [s, 1, 1, d'], float32, d' <= d.
 
+    ``t`` is float32, float16 or bfloat16. Elements i and i + d' / 2 are a pair; those from d' on
+    are copied. Differentiable in ``t``.
+
     With ``transpose_output_memory`` the result has the memory layout of [b, s, h, d].
+
+    Raises:
+        TypeError: ``t`` has another dtype.
+        ValueError: a shape does not match, or d' is odd or above d.
     """
     return _rotate(t, "", freqs, transpose_output_memory)
 
@@ -55,7 +62,8 @@ def fused_apply_rotary_pos_emb_cached(
 ) -> torch.Tensor:
     """Rotates t [s, b, h, d] by angles whose cosines and sines are [s, 1, 1, d'] each, d' <= d.
 
-    With ``transpose_output_memory`` the result has the memory layout of [b, s, h, d].
+    ``cos_`` and ``sin_`` are converted to float32. Other arguments, pairs and errors are those of
+    ``fused_apply_rotary_pos_emb``.
     """
     return _rotate(t, "_cached", cos_, sin_, transpose_output_memory)
 
@@ -65,7 +73,8 @@ def fused_apply_rotary_pos_emb_thd(
 ) -> torch.Tensor:
     """Rotates packed sequences t [tokens, h, d], which begin at cu_seqlens [b + 1], int32.
 
-    ``freqs`` are angles [positions, 1, 1, d'] with d' <= d.
+    ``freqs`` are angles [positions, 1, 1, d']; later tokens of a longer sequence become NaN.
+    Dtypes, pairs and errors are those of ``fused_apply_rotary_pos_emb``.
     """
     return _rotate(t, "_thd", cu_seqlens, freqs)
 

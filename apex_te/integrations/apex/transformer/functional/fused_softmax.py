@@ -130,7 +130,12 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
     def is_kernel_available(
         self, mask: torch.Tensor | None, b: int, np: int, sq: int, sk: int
     ) -> bool:
-        """Returns True if the op computes scores of this size, which is any, with this mask."""
+        """Returns True if ``forward`` would take the op, which supports all sizes.
+
+        Args:
+            mask: mask or None; a mask that differs between heads needs a causal mask type.
+            b, np, sq, sk: batch, heads, queries and keys; not read.
+        """
         is_causal = self.attn_mask_type is AttnMaskType.causal
         return (
             self.scaled_masked_softmax_fusion
@@ -158,7 +163,13 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
         return scaled_upper_triang_masked_softmax(input, mask, self.scale)
 
     def forward_torch_softmax(self, input: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """Returns the probabilities by torch and ``mask_func``."""
+        """Returns the probabilities by torch and ``mask_func``, in the dtype of ``input``.
+
+        Args:
+            input: scores [b, heads, queries, keys].
+            mask: second argument of ``mask_func``; None masks nothing, or with a causal mask type
+                the keys after each query.
+        """
         scores: Any = input.float() if self.softmax_in_fp32 else input
         if self.scale is not None:
             scores = scores * self.scale
@@ -171,7 +182,7 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
 
     @staticmethod
     def get_batch_per_block(sq: int, sk: int, b: int, np: int) -> int:
-        """Returns 1: the op has no such limit."""
+        """Returns 1: the op has no such limit; no argument is read."""
         return 1
 
 

@@ -108,29 +108,55 @@ def _calculator() -> NumMicroBatchesCalculator:
 
 
 def get_micro_batch_size() -> int:
-    """Returns the samples of a microbatch."""
+    """Returns the samples of a microbatch.
+
+    Raises:
+        RuntimeError: ``setup_microbatch_calculator`` was not called.
+    """
     return _calculator().micro_batch_size
 
 
 def get_num_microbatches() -> int:
-    """Returns the microbatches of a step, per data-parallel rank."""
+    """Returns the microbatches of a step, per data-parallel rank.
+
+    Raises:
+        RuntimeError: ``setup_microbatch_calculator`` was not called.
+    """
     return _calculator().get()
 
 
 def get_current_global_batch_size() -> int:
-    """Returns the samples of a step, over all data-parallel ranks."""
+    """Returns the samples of a step, over all data-parallel ranks.
+
+    Raises:
+        RuntimeError: ``setup_microbatch_calculator`` was not called.
+    """
     return _calculator().get_current_global_batch_size()
 
 
 def update_num_microbatches(consumed_samples: int, consistency_check: bool = True) -> None:
-    """Adapts the global batch to the samples that were consumed so far."""
+    """Adapts the global batch to the samples that were consumed so far.
+
+    Args:
+        consumed_samples: number of samples.
+        consistency_check: raise an error if microbatches do not divide the global batch.
+
+    Raises:
+        RuntimeError: ``setup_microbatch_calculator`` was not called.
+        ValueError: with ``consistency_check``, microbatches do not divide the global batch.
+    """
     _calculator().update(consumed_samples, consistency_check)
 
 
 def get_kth_microbatch(batch: Sequence[torch.Tensor] | None, k: int) -> list[torch.Tensor] | None:
     """Returns the samples of microbatch ``k`` of each tensor, as views; None for None.
 
+    Args:
+        batch: tensors whose first dimension is the samples, or None.
+        k: number of the microbatch, from 0.
+
     Raises:
+        RuntimeError: ``setup_microbatch_calculator`` was not called.
         ValueError: a tensor has too few samples.
     """
     if batch is None:
@@ -177,7 +203,13 @@ def param_is_not_shared(param: torch.nn.Parameter) -> bool:
 def unwrap_model(
     model: Any, module_instances: tuple[type, ...] = (DistributedDataParallel,)
 ) -> Any:
-    """Returns the modules inside of wrappers, as a list if the model is one."""
+    """Returns the modules inside of wrappers, as a list if the model is one.
+
+    Args:
+        model: a module or a list of modules.
+        module_instances: classes of wrappers, whose attribute ``module`` is taken; by default
+            torch's DistributedDataParallel.
+    """
 
     def inside(module: Any) -> Any:
         while isinstance(module, module_instances):
@@ -188,12 +220,22 @@ def unwrap_model(
 
 
 def get_model_type(model: torch.nn.Module) -> ModelType:
-    """Returns the model's ``model_type``, else that of one stack of layers."""
+    """Returns the attribute ``model_type`` of a module inside of its wrappers.
+
+    Without it ``ModelType.encoder_or_decoder``.
+    """
     return getattr(unwrap_model(model), "model_type", ModelType.encoder_or_decoder)
 
 
 def calc_params_l2_norm(model: Model, bf16: bool) -> float:
-    """Returns the L2 norm of the parameters over the ranks of the model, each counted once."""
+    """Returns the L2 norm of the parameters over the ranks of the model, each counted once.
+
+    Collective over the model-parallel group. Parameters marked ``shared`` are left out.
+
+    Args:
+        model: a module or a list of modules, this rank's part of the model.
+        bf16: convert the parameters to float32 first.
+    """
     found = [
         param.detach().float() if bf16 else param.detach()
         for chunk in listify_model(model)
@@ -209,7 +251,13 @@ def calc_params_l2_norm(model: Model, bf16: bool) -> float:
 
 
 def average_losses_across_data_parallel_group(losses: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Returns the losses [n], each averaged over the data-parallel ranks."""
+    """Returns the losses [n], each averaged over the data-parallel ranks.
+
+    Collective; the result has no gradient.
+
+    Args:
+        losses: n tensors of one element each, of one dtype.
+    """
     averaged = torch.cat([loss.detach().clone().reshape(1) for loss in losses])
     group = parallel_state.get_data_parallel_group()
     distributed.all_reduce(averaged, group=group)
@@ -217,7 +265,10 @@ def average_losses_across_data_parallel_group(losses: Sequence[torch.Tensor]) ->
 
 
 def report_memory(name: str) -> None:
-    """Prints the GPU memory in use, on the first data-parallel ranks."""
+    """Prints the GPU memory in use in MiB, on the first data-parallel ranks.
+
+    ``name`` is the title.
+    """
     megabytes = {
         "allocated": torch.cuda.memory_allocated(),
         "max allocated": torch.cuda.max_memory_allocated(),
@@ -230,7 +281,12 @@ def report_memory(name: str) -> None:
 
 
 def print_params_min_max_norm(optimizer: Any, iteration: int) -> None:
-    """Prints least, largest and norm of the parameters of a wrapped optimizer."""
+    """Prints least, largest and norm of each parameter of an optimizer, on every rank.
+
+    Args:
+        optimizer: an optimizer, or a wrapper whose attribute ``optimizer`` is one.
+        iteration: number to print.
+    """
     lines = ["iteration, rank, index, tensor-model-parallel, min, max, norm"]
     inner = getattr(optimizer, "optimizer", optimizer)
     params = [param for group in inner.param_groups for param in group["params"]]
@@ -251,7 +307,7 @@ def get_ltor_masks_and_position_ids(
     """Builds masks and positions of a left-to-right model.
 
     Args:
-        data: [b, s] tokens.
+        data: [b, s] integer tokens.
         eod_token: token at the end of a document.
         reset_position_ids: positions restart after it.
         reset_attention_mask: tokens after it do not see those up to it.
@@ -259,7 +315,7 @@ def get_ltor_masks_and_position_ids(
 
     Returns:
         The attention mask [b or 1, 1, s, s], True for what is hidden; the loss mask [b, s],
-        float32; the positions [b, s].
+        float32; the positions [b, s], int64.
     """
     b, s = data.shape
     ends = data == eod_token

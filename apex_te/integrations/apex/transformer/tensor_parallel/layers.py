@@ -54,7 +54,12 @@ def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: torch.Tenso
 def copy_tensor_model_parallel_attributes(
     destination_tensor: torch.Tensor, source_tensor: torch.Tensor
 ) -> None:
-    """Marks a tensor as another one is marked."""
+    """Copies the marks of ``set_tensor_model_parallel_attributes`` from a tensor to another one.
+
+    Args:
+        destination_tensor: the tensor to mark; earlier marks are overwritten.
+        source_tensor: the tensor whose marks are copied; those that it lacks are left out.
+    """
     for name in _ATTRIBUTES:
         if hasattr(source_tensor, name):
             setattr(destination_tensor, name, getattr(source_tensor, name))
@@ -243,7 +248,14 @@ class VocabParallelEmbedding(torch.nn.Module):
         self.weight, _ = _weight(shape, 0, 1, init_method, params_dtype, use_cpu_initialization)
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
-        """Returns the embeddings [..., embedding_dim] of indices [...], equal on all ranks."""
+        """Returns the embeddings [..., embedding_dim] of indices [...], equal on all ranks.
+
+        Collective. An index outside of the vocabulary gives zeros on several ranks; on one rank it
+        is PyTorch's error.
+
+        Args:
+            input_: int32 or int64 [...], equal on all ranks.
+        """
         if self.tensor_model_parallel_size == 1:
             return functional.embedding(input_, self.weight)
         others = (input_ < self.vocab_start_index) | (input_ >= self.vocab_end_index)

@@ -88,41 +88,69 @@ def _mapped(x: torch.Tensor, there: Map, back: Map) -> torch.Tensor:
 
 
 def copy_to_tensor_model_parallel_region(input_: torch.Tensor) -> torch.Tensor:
-    """Returns the input; its gradient is summed over ranks."""
+    """Returns the input; its gradient is summed over the tensor-parallel ranks.
+
+    Collective in backward.
+    """
     return _mapped(input_, _same, sum_over_ranks)
 
 
 def reduce_from_tensor_model_parallel_region(input_: torch.Tensor) -> torch.Tensor:
-    """Returns the sum over ranks; the gradient is passed on as it is."""
+    """Returns the sum over the tensor-parallel ranks; the gradient is passed on as it is.
+
+    Collective: ``input_`` has one shape and dtype on all ranks, and is not written.
+    """
     return _mapped(input_, sum_over_ranks, _same)
 
 
 def scatter_to_tensor_model_parallel_region(input_: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's columns of the last dimension; the gradient's are gathered."""
+    """Returns this rank's columns of the last dimension; the gradient's are gathered.
+
+    ``input_`` is [..., n], the result [..., n / ranks]. Collective in backward.
+
+    Raises:
+        ValueError: the number of tensor-parallel ranks does not divide n.
+    """
     return _mapped(input_, split_columns, gather_columns)
 
 
 def gather_from_tensor_model_parallel_region(input_: torch.Tensor) -> torch.Tensor:
-    """Returns the columns of all ranks; of the gradient, this rank's are taken."""
+    """Returns the columns of all ranks; of the gradient, this rank's are taken.
+
+    Collective: ``input_`` is [..., n], the result [..., n * ranks], in the order of the
+    tensor-parallel ranks.
+    """
     return _mapped(input_, gather_columns, split_columns)
 
 
 def scatter_to_sequence_parallel_region(input_: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's rows of the first dimension; the gradient's are gathered."""
+    """Returns this rank's rows of the first dimension; the gradient's are gathered.
+
+    ``input_`` is [rows, ...], the result [rows / ranks, ...]. Collective in backward.
+
+    Raises:
+        ValueError: the number of tensor-parallel ranks does not divide the rows.
+    """
     return _mapped(input_, split_rows, gather_rows)
 
 
 def gather_from_sequence_parallel_region(
     input_: torch.Tensor, to_model_parallel: bool = True
 ) -> torch.Tensor:
-    """Returns the rows of all ranks.
+    """Returns the rows of all tensor-parallel ranks; collective.
 
-    Their gradient is summed over ranks before it is split if what follows is split over ranks
-    (``to_model_parallel``), else only split.
+    Args:
+        input_: [rows, ...]; the result is [rows * ranks, ...], in the order of ranks.
+        to_model_parallel: True if what follows is split over ranks: the gradient is then summed
+            over ranks before it is split. False only splits it.
     """
     return _mapped(input_, gather_rows, sum_and_split_rows if to_model_parallel else split_rows)
 
 
 def reduce_scatter_to_sequence_parallel_region(input_: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's rows of the sum over ranks; the gradient's rows are gathered."""
+    """Returns this rank's rows of the sum over ranks; the gradient's rows are gathered.
+
+    Collective: ``input_`` is [rows, ...], the result [rows / ranks, ...]. The number of
+    tensor-parallel ranks must divide the rows.
+    """
     return _mapped(input_, sum_and_split_rows, gather_rows)

@@ -8,13 +8,15 @@ _buffers: dict[str, MemoryBuffer] = {}
 
 
 class MemoryBuffer:
-    """One flat tensor; ``add`` hands out views of it, one after the other.
+    """One flat tensor; ``add`` copies tensors to it, one after the other, and returns views.
+
+    It is on the current GPU, without one on the CPU.
 
     Args:
         name: name for messages.
         numel: elements.
         dtype: dtype of the elements.
-        track_usage: counts the elements that were in use at each ``reset``.
+        track_usage: count the elements that are in use at each ``get_data``.
     """
 
     def __init__(self, name: str, numel: int, dtype: torch.dtype, track_usage: bool) -> None:
@@ -41,10 +43,10 @@ class MemoryBuffer:
         return self._start
 
     def add(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a copy of a tensor in the buffer.
+        """Copies a tensor to the buffer's next elements, and returns the view of them in its shape.
 
         Raises:
-            TypeError: another dtype.
+            TypeError: ``tensor`` has another dtype.
             RuntimeError: not enough memory is left.
         """
         if tensor.dtype != self.dtype:
@@ -59,20 +61,29 @@ class MemoryBuffer:
         return view.copy_(tensor)
 
     def get_data(self) -> torch.Tensor:
-        """Returns the memory that was handed out."""
+        """Returns the memory that was handed out, one-dimensional; ``track_usage`` counts it."""
         if self.track_usage:
             self.in_use_value += float(self._start)
             self.total_value += float(self.numel)
         return self.data[: self._start]
 
     def print_average_usage(self) -> None:
-        """Prints the average share that was in use; needs ``track_usage``."""
+        """Prints the average share in use over all ``get_data``; 0 without ``track_usage``."""
         share = 100.0 * self.in_use_value / max(1.0, self.total_value)
         print(f" > usage of {self.name} memory buffer: {share:.2f} %", flush=True)
 
 
 class RingMemBuffer:
-    """Several buffers, used in turn."""
+    """Several buffers, used in turn.
+
+    Args:
+        name: the buffers are called ``name 0``, ``name 1`` and so on.
+        num_buffers: number of buffers.
+        numel, dtype, track_usage: of each buffer, as in ``MemoryBuffer``.
+
+    Raises:
+        ValueError: a buffer has one of the names.
+    """
 
     def __init__(
         self, name: str, num_buffers: int, numel: int, dtype: torch.dtype, track_usage: bool
@@ -99,6 +110,9 @@ class RingMemBuffer:
 def allocate_mem_buff(name: str, numel: int, dtype: torch.dtype, track_usage: bool) -> MemoryBuffer:
     """Makes a buffer that ``get_mem_buff`` finds by its name.
 
+    Args:
+        name, numel, dtype, track_usage: as in ``MemoryBuffer``.
+
     Raises:
         ValueError: a buffer has the name.
     """
@@ -108,5 +122,9 @@ def allocate_mem_buff(name: str, numel: int, dtype: torch.dtype, track_usage: bo
 
 
 def get_mem_buff(name: str) -> MemoryBuffer:
-    """Returns the buffer of a name."""
+    """Returns the buffer that ``allocate_mem_buff`` made with a name.
+
+    Raises:
+        KeyError: no buffer has the name.
+    """
     return _buffers[name]

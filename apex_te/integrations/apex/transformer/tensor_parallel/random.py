@@ -42,7 +42,21 @@ def init_checkpointed_activations_memory_buffer(
     checkpoint_num_layers: int,
     fp16: bool,
 ) -> MemoryBuffer:
-    """Returns a buffer for the activations of all checkpoints of a microbatch."""
+    """Returns a buffer for the activations of all checkpoints of a microbatch.
+
+    It is there for callers that want one: ``checkpoint`` does not use it.
+
+    Args:
+        micro_batch_size, max_position_embeddings, hidden_size: samples, tokens and channels of an
+            activation.
+        num_layers: number of layers.
+        tensor_model_parallel_size: ranks that share an activation.
+        checkpoint_num_layers: layers in a checkpoint.
+        fp16: True for float16, False for float32.
+
+    Raises:
+        ValueError: there is such a buffer already.
+    """
     global _buffer
     size = micro_batch_size * max_position_embeddings * hidden_size // tensor_model_parallel_size
     numel = size * (num_layers // checkpoint_num_layers)
@@ -61,7 +75,14 @@ def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool,
     """Calls ``function(*args)``, which is called again in backward instead of keeping tensors.
 
     The second call draws the same random numbers, the tracker's included.
-    ``distribute_saved_activations`` is accepted: each rank keeps the whole first argument.
+
+    Args:
+        function: the function.
+        distribute_saved_activations: no effect: each rank keeps the whole first argument.
+        args: its positional arguments.
+
+    Returns:
+        What ``function`` returns.
     """
     before: list[dict[str, torch.Tensor]] = []
 

@@ -31,7 +31,13 @@ class VocabUtility:
     def vocab_range_from_per_partition_vocab_size(
         per_partition_vocab_size: int, rank: int, world_size: int
     ) -> tuple[int, int]:
-        """Returns a rank's range, from the size of every rank's."""
+        """Returns a rank's range (first, last + 1), from the number of entries of every rank.
+
+        Args:
+            per_partition_vocab_size: number of entries that each rank has.
+            rank: the rank, from 0.
+            world_size: not read.
+        """
         first = rank * per_partition_vocab_size
         return first, first + per_partition_vocab_size
 

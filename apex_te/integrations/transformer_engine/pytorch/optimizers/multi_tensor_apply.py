@@ -41,7 +41,18 @@ def multi_tensor_scale_tensor(
     tensor_lists: Sequence[Sequence[torch.Tensor]],
     scale: torch.Tensor,
 ) -> None:
-    """Computes out = in * scale, with the factor on the device; lists are in and out."""
+    """Computes out = in * scale, with the factor on the device.
+
+    Args:
+        chunk_size: not used.
+        noop_flag: one float32 or int32 element; becomes 1 if a stored result is not finite.
+        tensor_lists: [in, out], float32, float16 or bfloat16; an out may be its in.
+        scale: one element.
+
+    Raises:
+        TypeError: a tensor has another dtype.
+        ValueError: another number of lists, or a shape or device does not match.
+    """
     inputs, outputs = tensor_lists
     factor = scale.reshape(1).to(torch.float32)
     multi_tensor.scale(list(inputs), list(outputs), factor, found_inf=noop_flag)

@@ -24,7 +24,11 @@ def replace_raw_data(tensor: QuantizedTensor, new_raw_data: torch.Tensor) -> Non
 
     Args:
         tensor: the weight, whose values do not change.
-        new_raw_data: uint8, contiguous, with as many elements as the weight.
+        new_raw_data: uint8, contiguous, with as many elements as the weight, on its device.
+
+    Raises:
+        TypeError: ``tensor`` is not an FP8 weight, or ``new_raw_data`` has another dtype.
+        ValueError: ``new_raw_data`` has another size or device, or is not contiguous.
     """
     replace_data(tensor, new_raw_data)  # type: ignore[arg-type]
 
@@ -52,6 +56,11 @@ def quantize_master_weights(
         fsdp_shard_model_weights: must be None, or a list of None.
         manual_post_all_gather_processing: has no effect; columnwise copies are freed here, and made
             again in backward.
+
+    Raises:
+        NotImplementedError: ``fsdp_shard_model_weights`` has another value.
+        TypeError: a weight is not an FP8 weight.
+        ValueError: the sequences differ in length, or a part is beyond its weight.
     """
     if isinstance(fsdp_shard_model_weights, (list, tuple)):
         shards = [shard for shard in fsdp_shard_model_weights if shard is not None]
@@ -73,7 +82,10 @@ def cast_master_weights_to_fp8(
     fsdp_shard_model_weights: Any = None,
     manual_post_all_gather_processing: bool = False,
 ) -> None:
-    """Quantizes this rank's parts of master weights, by the earlier name of the function."""
+    """Quantizes this rank's parts of master weights, as ``quantize_master_weights`` does.
+
+    It is that function's earlier name, with its arguments and errors.
+    """
     quantize_master_weights(
         model_weights, master_weights, start_offsets, group, fsdp_shard_model_weights,
         manual_post_all_gather_processing,
@@ -81,7 +93,14 @@ def cast_master_weights_to_fp8(
 
 
 def post_all_gather_processing(model_weights: QuantizedTensor | Sequence[QuantizedTensor]) -> None:
-    """Frees the columnwise copies of FP8 weights whose data an all-gather has just written."""
+    """Frees the columnwise copies of FP8 weights whose data an all-gather has just written.
+
+    Args:
+        model_weights: an FP8 weight, or several.
+
+    Raises:
+        TypeError: a weight is not an FP8 weight.
+    """
     single = isinstance(model_weights, torch.Tensor)
     for weight in [model_weights] if single else model_weights:
         drop_columnwise(weight)  # type: ignore[arg-type]

@@ -18,7 +18,16 @@ __all__ = ["get_forward_backward_func"]
 def get_forward_backward_func(
     virtual_pipeline_model_parallel_size: int | None, pipeline_model_parallel_size: int
 ) -> Callable[..., list[Any]]:
-    """Returns the schedule for a number of stages and of chunks of a stage, None for one."""
+    """Returns the schedule for the pipeline stages of ``parallel_state``.
+
+    It is ``forward_backward_no_pipelining`` for one stage, else the 1F1B schedule without or with
+    interleaving.
+
+    Args:
+        virtual_pipeline_model_parallel_size: number of chunks of a stage; None is one, without
+            interleaving.
+        pipeline_model_parallel_size: not read.
+    """
     if parallel_state.get_pipeline_model_parallel_world_size() == 1:
         return forward_backward_no_pipelining
     if virtual_pipeline_model_parallel_size is None:
