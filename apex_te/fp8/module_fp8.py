@@ -43,7 +43,7 @@ class ModuleFP8:
             unknown, until ``belong_to`` sets it.
 
     Attributes:
-        state: the ``FP8State``; it has no tensors until a forward allocates them.
+        state: the ``FP8State``, whose tensors the first forward allocates.
         number: number of this object in the process's registry.
         handle: ``number`` as int64 ``[1]`` on the CPU, for ops in compiled code.
         label: the module's class, with its layer or pipeline stage if known; equal on all ranks.

@@ -190,7 +190,7 @@ class GemmBackend:
             groups: which rows belong to which group, on the device.
 
         Raises:
-            NotImplementedError: the scheme has no grouped GEMM.
+            NotImplementedError: the scheme does not support grouped GEMMs.
         """
         raise NotImplementedError
 

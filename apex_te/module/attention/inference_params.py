@@ -360,21 +360,21 @@ class PaddedStep:
     def starts(self, device: torch.device) -> torch.Tensor:
         """Returns the number of cached tokens of each sequence, int32 [sequences].
 
-        ``device`` has no effect: the result is a view of ``table``, on its device.
+        ``device`` is ignored: the result is a view of ``table``, on its device.
         """
         return self._starts[:-1]
 
     def cu_new(self, device: torch.device) -> torch.Tensor:
         """Returns where the new tokens of each sequence begin, int32 [sequences + 1].
 
-        ``device`` has no effect: the result is a view of ``table``, on its device.
+        ``device`` is ignored: the result is a view of ``table``, on its device.
         """
         return self._cu_new
 
     def cu_total(self, device: torch.device) -> torch.Tensor:
         """Returns where all tokens of each sequence begin, int32 [sequences + 1].
 
-        ``device`` has no effect: the result is a view of ``table``, on its device.
+        ``device`` is ignored: the result is a view of ``table``, on its device.
         """
         return self._cu_total
 

@@ -143,16 +143,7 @@ def fused_layer_norm(
 ) -> torch.Tensor:
     """Returns the layer norm of ``input`` without weights, in its dtype.
 
-    Args:
-        input: [..., *normalized_shape] float32, float16 or bfloat16; float64 by PyTorch's
-            operation. Under ``torch.autocast`` all tensors are cast to its dtype.
-        normalized_shape: shape of the normalised trailing dimensions, or the last one's size.
-        eps: added to the variance.
-        memory_efficient: save the output instead of the input for backward.
-
-    Raises:
-        TypeError: a tensor has another dtype.
-        ValueError: a shape does not match.
+    Arguments and errors are those of ``fused_layer_norm_affine``.
     """
     if input.dtype is torch.float64:
         return functional.layer_norm(input, _shape(normalized_shape), None, None, eps)
@@ -170,17 +161,8 @@ def mixed_dtype_fused_layer_norm_affine(
 ) -> torch.Tensor:
     """Returns the layer norm of ``input``, in the weight's dtype.
 
-    Args:
-        input: [..., *normalized_shape] float32, float16 or bfloat16. Under ``torch.autocast`` all
-            tensors are cast to its dtype.
-        weight, bias: [*normalized_shape] float32, float16 or bfloat16.
-        normalized_shape: shape of the normalised trailing dimensions, or the last one's size.
-        eps: added to the variance.
-        memory_efficient: save the output instead of the input for backward.
-
-    Raises:
-        TypeError: a tensor has another dtype.
-        ValueError: a shape does not match.
+    Arguments and errors are those of ``fused_layer_norm_affine``, but weight and bias may also have
+    another 16-bit dtype than the input.
     """
     function = FusedLayerNormAffineMixedDtypesFunction.apply
     return call_autocast(function, input, weight, bias, normalized_shape, eps, memory_efficient)
@@ -195,17 +177,8 @@ def fused_rms_norm_affine(
 ) -> torch.Tensor:
     """Returns the RMS norm of ``input``, in its dtype.
 
-    Args:
-        input: [..., *normalized_shape] float32, float16 or bfloat16; float64 by PyTorch's
-            operation. Under ``torch.autocast`` all tensors are cast to its dtype.
-        weight: [*normalized_shape], in the input's dtype or float32.
-        normalized_shape: shape of the normalised trailing dimensions, or the last one's size.
-        eps: added to the mean square.
-        memory_efficient: save the output instead of the input for backward.
-
-    Raises:
-        TypeError: a tensor has another dtype.
-        ValueError: a shape does not match.
+    Arguments and errors are those of ``fused_layer_norm_affine``; ``eps`` is added to
+    the mean square.
     """
     if input.dtype is torch.float64:
         return manual_rms_norm(input, normalized_shape, weight, eps)
@@ -221,16 +194,7 @@ def fused_rms_norm(
 ) -> torch.Tensor:
     """Returns the RMS norm of ``input`` without a weight, in its dtype.
 
-    Args:
-        input: [..., *normalized_shape] float32, float16 or bfloat16; float64 by PyTorch's
-            operation. Under ``torch.autocast`` all tensors are cast to its dtype.
-        normalized_shape: shape of the normalised trailing dimensions, or the last one's size.
-        eps: added to the mean square.
-        memory_efficient: save the output instead of the input for backward.
-
-    Raises:
-        TypeError: a tensor has another dtype.
-        ValueError: a shape does not match.
+    Arguments and errors are those of ``fused_rms_norm_affine``.
     """
     if input.dtype is torch.float64:
         return manual_rms_norm(input, normalized_shape, None, eps)
@@ -247,17 +211,8 @@ def mixed_dtype_fused_rms_norm_affine(
 ) -> torch.Tensor:
     """Returns the RMS norm of ``input``, in the weight's dtype.
 
-    Args:
-        input: [..., *normalized_shape] float32, float16 or bfloat16. Under ``torch.autocast`` all
-            tensors are cast to its dtype.
-        weight: [*normalized_shape] float32, float16 or bfloat16.
-        normalized_shape: shape of the normalised trailing dimensions, or the last one's size.
-        eps: added to the mean square.
-        memory_efficient: save the output instead of the input for backward.
-
-    Raises:
-        TypeError: a tensor has another dtype.
-        ValueError: a shape does not match.
+    Arguments and errors are those of ``mixed_dtype_fused_layer_norm_affine``; ``eps`` is added to
+    the mean square.
     """
     function = FusedRMSNormAffineMixedDtypesFunction.apply
     return call_autocast(function, input, weight, normalized_shape, eps, memory_efficient)

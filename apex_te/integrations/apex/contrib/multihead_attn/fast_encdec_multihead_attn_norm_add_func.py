@@ -16,21 +16,10 @@ __all__ = ["FastEncdecAttnNormAddFunc", "fast_encdec_attn_norm_add_func"]
 class FastEncdecAttnNormAddFunc(FastFunction):
     """inputs_q + dropout(attention of the layer norm of inputs_q to inputs_kv).
 
-    ``apply`` takes the arguments of ``forward``, in order. Under autocast tensors are cast to its
-    dtype.
+    Arguments, dtypes and errors are those of ``FastEncdecAttnFunc``, and for the norm:
 
     Args:
-        use_time_mask: True for a mask [queries, keys], False for [seqs, keys].
-        is_training: False leaves out dropout.
-        heads: number of heads; scores are divided by the root of a head's channels.
-        inputs_q, inputs_kv, input_weights_q, input_weights_kv, output_weights, dropout_prob: as in
-            ``EncdecAttnFunc.apply``.
-        lyr_nrm_gamma_weights, lyr_nrm_beta_weights: weight and bias of the norm, [embed].
-        pad_mask: nonzero hides a key; None hides nothing.
-
-    Raises:
-        TypeError: the tensors have several dtypes.
-        ValueError: a shape does not match, or the heads do not divide the channels.
+        lyr_nrm_gamma_weights, lyr_nrm_beta_weights: its weight and bias, [embed].
     """
 
     @staticmethod

@@ -16,20 +16,10 @@ __all__ = ["FastSelfAttnNormAddFunc", "fast_self_attn_norm_add_func"]
 class FastSelfAttnNormAddFunc(FastFunction):
     """inputs + dropout(attention of the layer norm of inputs [tokens, seqs, embed]).
 
-    ``apply`` takes the arguments of ``forward``, in order. Under autocast tensors are cast to its
-    dtype.
+    Arguments, dtypes and errors are those of ``FastSelfAttnFunc``, and for the norm:
 
     Args:
-        use_time_mask: True for a mask [tokens, tokens], False for [seqs, tokens].
-        is_training: False leaves out dropout.
-        heads: number of heads; scores are divided by the root of a head's channels.
-        inputs, input_weights, output_weights, dropout_prob: as in ``self_attn_func``.
-        lyr_nrm_gamma_weights, lyr_nrm_beta_weights: weight and bias of the norm, [embed].
-        pad_mask: nonzero hides a key; None hides nothing.
-
-    Raises:
-        TypeError: the tensors have several dtypes.
-        ValueError: a shape does not match, or the heads do not divide the channels.
+        lyr_nrm_gamma_weights, lyr_nrm_beta_weights: its weight and bias, [embed].
     """
 
     @staticmethod

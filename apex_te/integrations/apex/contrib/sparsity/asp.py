@@ -276,7 +276,7 @@ class ASP:
         save_permutation_graph: bool = False,
         permutation_output_dir: str = ".",
     ) -> None:
-        """Sets ``allow_permutation``, which has no effect but a warning when masks are computed.
+        """Sets ``allow_permutation``, which is ignored, with a warning when masks are computed.
 
         Args:
             allow_permutation: the value.

@@ -182,7 +182,7 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
 
     @staticmethod
     def get_batch_per_block(sq: int, sk: int, b: int, np: int) -> int:
-        """Returns 1: the op has no such limit; no argument is read."""
+        """Returns 1; the arguments are ignored, since the op takes any batch."""
         return 1
 
 

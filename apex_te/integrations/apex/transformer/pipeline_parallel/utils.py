@@ -253,7 +253,7 @@ def calc_params_l2_norm(model: Model, bf16: bool) -> float:
 def average_losses_across_data_parallel_group(losses: Sequence[torch.Tensor]) -> torch.Tensor:
     """Returns the losses [n], each averaged over the data-parallel ranks.
 
-    Collective; the result has no gradient.
+    Collective; the result does not require a gradient.
 
     Args:
         losses: n tensors of one element each, of one dtype.
