@@ -1,4 +1,4 @@
-"""Applies attention sinks to an attention output, given the log-sum-exp of its scores."""
+"""Joins parts of an attention's softmax by log-sum-exps: with sinks, or of several keys."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ _TILE = 64  # queries of one sum of the workspace
 
 _fwd = bind("attention_sink", "attention_sink_fwd")
 _bwd = bind("attention_sink", "attention_sink_bwd")
+_join = bind("attention_sink", "attention_join")
 
 
 @checked
@@ -79,6 +80,52 @@ def attention_sink_bwd(
     return dsink
 
 
+@checked
+def attention_join(
+    values: torch.Tensor,
+    lse: torch.Tensor,
+    part: torch.Tensor,
+    part_lse: torch.Tensor,
+    part2: torch.Tensor | None = None,
+    part2_lse: torch.Tensor | None = None,
+    *,
+    out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Joins attentions of the same queries to other keys each into that to all of the keys.
+
+    ``total = log(sum of exp(lse))`` and ``out = sum of values * exp(lse - total)`` over the parts,
+    in float32, in their order, and rounded once. Where a log-sum-exp is -Inf, because the query
+    sees no keys, its values are not used.
+
+    Args:
+        values: output of attention, [b, h, s, d] float32, float16 or bfloat16, with any strides;
+            made contiguous if its last dimension is not.
+        lse: log-sum-exp of each query's scores, float32 [b, h, s]; made contiguous if it is not.
+        part, part2: outputs of the last queries for other keys, [b, h, n, d] with n <= s, in the
+            dtype of ``values``.
+        part_lse, part2_lse: float32 [b, h, n].
+        out: tensor in the shape and dtype of ``values``, with a contiguous last dimension, to write
+            instead of a new one; may be ``values``.
+
+    Returns:
+        (out, total): ``out`` or a new tensor in the layout of ``values``, and float32 [b, h, s].
+
+    Raises:
+        TypeError: a tensor has another dtype than those above.
+        ValueError: a shape does not match, or the last dimension of ``out`` is not contiguous.
+
+    Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", arXiv:1805.02867.
+    """
+    values, lse = _with_rows(values), lse.contiguous()
+    y = torch.empty_like(values) if out is None else out
+    total = torch.empty_like(lse)
+    more = None if part2 is None else _with_rows(part2)
+    more_lse = None if part2_lse is None else part2_lse.contiguous()
+    _join(values, lse, _with_rows(part), part_lse.contiguous(), more, more_lse, y, total)
+    note_written(out)
+    return y, total
+
+
 def _with_rows(x: torch.Tensor) -> torch.Tensor:
     """Returns ``x``, contiguous if its last dimension is not."""
     return x if x.dim() > 0 and x.stride(-1) == 1 else x.contiguous()
@@ -94,3 +141,22 @@ def reference(
     factor = (lse - total).exp()[..., None]
     out = (values * factor).masked_fill(unseen[..., None], 0.0)
     return out.to(values.dtype), total.where(~unseen, logit)
+
+
+def reference_join(
+    *parts: tuple[torch.Tensor, torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Computes ``attention_join`` of (values, lse) in plain PyTorch, in the dtype of ``lse``."""
+    (values, lse), *_ = parts
+    missing = [lse.shape[2] - each.shape[2] for _, each in parts]
+    columns = [
+        torch.nn.functional.pad(each, (count, 0), value=-torch.inf)
+        for (_, each), count in zip(parts, missing, strict=True)
+    ]
+    total = torch.stack(columns).logsumexp(0)
+    out = torch.zeros_like(values, dtype=lse.dtype)
+    for (each, _), column, count in zip(parts, columns, missing, strict=True):
+        seen = (column > -torch.inf)[..., None]
+        wide = torch.nn.functional.pad(each.to(lse.dtype), (0, 0, count, 0))
+        out = out + torch.where(seen, wide * (column - total).exp()[..., None], 0.0)
+    return out.to(values.dtype), total

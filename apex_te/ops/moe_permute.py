@@ -25,6 +25,7 @@ _unpermute_fwd = bind("moe_permute", "moe_unpermute_fwd")
 _unpermute_bwd = bind("moe_permute", "moe_unpermute_bwd")
 _chunk_map = bind("moe_permute", "moe_sort_chunks_map")
 _sort_chunks = bind("moe_permute", "moe_sort_chunks")
+_gather_rows = bind("moe_permute", "moe_gather_rows")
 
 # As csrc/moe_permute/moe_permute.h has them.
 MAX_EXPERTS = 1024
@@ -373,6 +374,29 @@ def sort_chunks(
         permuted = torch.empty_like(probs)
     _sort_chunks(matrix, probs, chunk_map, out, permuted, is_backward)
     return reinterpreted("moe_permute", out, inp.dtype), permuted
+
+
+@checked
+def gather_rows(inp: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Copies rows of a matrix by index, ``out[i] = inp[rows[i]]``.
+
+    Args:
+        inp: [n, hidden] float32, float16, bfloat16 or any dtype of one byte.
+        rows: int32 [m]; a number that is no row of ``inp``, like -1, gives a row of zeros.
+
+    Returns:
+        [m, hidden] in the dtype of ``inp``.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape does not match.
+    """
+    _check_matrix("gather_rows", inp)
+    matrix = inp.contiguous()
+    matrix = _bytes(matrix) if matrix.element_size() == 1 else matrix
+    out = matrix.new_empty((rows.shape[0], matrix.shape[1]))
+    _gather_rows(matrix, rows, out)
+    return reinterpreted("moe_permute", out, inp.dtype)
 
 
 def _prepare(

@@ -15,8 +15,8 @@ constexpr int64_t kChunk = 256;
 constexpr int64_t kLanes = 8;
 
 // Calls body(batch, head, tile) for all tiles.
-template <typename Body>
-void for_tiles(const AttentionSink& p, const Body& body) {
+template <typename P, typename Body>
+void for_tiles(const P& p, const Body& body) {
   const int64_t tiles = p.tiles();
   parallel_for(p.batch * p.heads * tiles, [&](int64_t task) {
     body(task / tiles / p.heads, task / tiles % p.heads, task % tiles);
@@ -87,4 +87,33 @@ APEX_TE_DEFINE(attention_sink_bwd) {
         sum += p.workspace[(batch * p.heads + head) * tiles + tile];
     p.dsink[head] = 0.0f - sum;
   }
+}
+
+APEX_TE_DEFINE(attention_join) {
+  using namespace apex_te;
+  const AttentionJoin p = check_attention_join(args);
+  const RowDType dtype(p.dtype);
+  for_tiles(p, [&](int64_t batch, int64_t head, int64_t tile) {
+    const int64_t line = batch * p.heads + head;
+    const int64_t end = std::min(p.queries, (tile + 1) * kAttentionSinkTile);
+    for (int64_t query = tile * kAttentionSinkTile; query < end; ++query) {
+      float lse[kJoinedParts] = {-HUGE_VALF, -HUGE_VALF, -HUGE_VALF};
+      for (int i = 0; i < p.count; ++i) lse[i] = p.parts[i].lse_of(line, query);
+      JoinTotal made;
+      made.of(lse);
+      for (int64_t begin = 0; begin < p.cols; begin += kChunk) {
+        const int64_t n = std::min(kChunk, p.cols - begin);
+        float sum[kChunk] = {}, values[kChunk];
+        for (int i = 0; i < p.count; ++i) {
+          if (lse[i] == -HUGE_VALF) continue;
+          const AttentionPart& part = p.parts[i];
+          dtype.widen(part.rows.data, part.rows.at(batch, head, query - part.first) + begin, n,
+                      values);
+          for (int64_t j = 0; j < n; ++j) sum[j] += values[j] * made.factors[i];
+        }
+        dtype.narrow(sum, n, p.out.data, p.out.at(batch, head, query) + begin);
+      }
+      p.total[line * p.queries + query] = made.total;
+    }
+  });
 }

@@ -1,55 +1,18 @@
-// CUDA kernels of attention_sink.
-//
-// Some lanes of a warp have a query's row, 8 elements each; a block has 64 queries of one head. All
-// loads of a thread come first.
-#include "attention_sink/attention_sink.h"
-#include "common/gpu/vec.h"
-#include "common/numerics/with_dtype.h"
+// CUDA kernels of attention_sink's sinks.
+#include "attention_sink/attention_sink_device.h"
 
 APEX_TE_LIBRARY()
 
 namespace apex_te {
 namespace {
 
-constexpr int kThreads = 256;
 constexpr int kSumThreads = 128;
-constexpr int kTile = static_cast<int>(kAttentionSinkTile);
-
-template <bool kAligned, typename T>
-__device__ __forceinline__ Vec8<T> load(const T* p, int64_t n) {
-  if (!kAligned) return load_partial(p, n);
-  if (n > 0) return load_vec(p);
-  return {};
-}
-
-// A thread's head, first query and place in the row.
-template <int kLanes>
-struct Place {
-  int64_t line, batch, head, query, col;  // line: of all heads of all batches
-
-  __device__ explicit Place(const AttentionSink& p)
-      : line(block_row()),
-        batch(line / p.heads),
-        head(line - batch * p.heads),
-        query(int64_t{blockIdx.x} * kTile + threadIdx.x / kLanes),
-        col(threadIdx.x % kLanes * kVec) {}
-};
-
-// How a block's threads share its queries.
-template <typename T, int kLanes>
-struct Share {
-  static constexpr int kApart = kThreads / kLanes;  // queries between those of a thread
-  static constexpr int kRows = kTile / kApart;      // of a thread
-  // Rows whose loads come first: at most 4 loads of 16 bytes of each tensor.
-  static constexpr int kMost = 8 / sizeof(T);
-  static constexpr int kAtOnce = kRows < kMost ? kRows : kMost;
-};
 
 template <typename T, int kLanes, bool kAligned>
 __global__ void __launch_bounds__(kThreads) fwd_kernel(const AttentionSink p) {
   using Own = Share<T, kLanes>;
   const Place<kLanes> at(p);
-  if (at.line >= p.batch * p.heads) return;
+  if (at.is_outside(p)) return;
   const float sink = p.sink ? p.sink[at.head] : 0.0f;
   const T* in = reinterpret_cast<const T*>(p.in.data) + at.col;
   T* out = reinterpret_cast<T*>(p.out.data) + at.col;
@@ -103,7 +66,7 @@ __global__ void __launch_bounds__(kThreads) bwd_kernel(const AttentionSink p) {
   using Own = Share<T, kLanes>;
   __shared__ float sums[Own::kApart];
   const Place<kLanes> at(p);
-  if (at.line >= p.batch * p.heads) return;
+  if (at.is_outside(p)) return;
   const T* dout = reinterpret_cast<const T*>(p.in.data) + at.col;
   const T* out = reinterpret_cast<const T*>(p.out.data) + at.col;
   const float sink = p.sink[at.head];
@@ -164,31 +127,19 @@ __global__ void __launch_bounds__(kSumThreads) sum_kernel(const AttentionSink p)
   if (threadIdx.x == 0) p.dsink[blockIdx.x] = 0.0f - sums[0];
 }
 
-bool has_aligned_rows(const HeadRows& rows) {
-  bool aligned = is_aligned(rows.data, 16);
-  for (int64_t stride : rows.strides) aligned = aligned && stride % kVec == 0;
-  return aligned;
-}
-
-template <typename T, int kLanes, bool kAligned>
-void launch_rows(const AttentionSink& p, cudaStream_t stream) {
-  const auto kernel = p.total ? fwd_kernel<T, kLanes, kAligned> : bwd_kernel<T, kLanes, kAligned>;
-  kernel<<<grid_of(p.batch * p.heads, p.tiles(), "attention_sink"), kThreads, 0, stream>>>(p);
-  check_cuda(cudaGetLastError(), "attention_sink");
-}
-
-template <typename T>
-void launch(const AttentionSink& p, cudaStream_t stream) {
-  if (p.cols % kVec != 0 || !has_aligned_rows(p.in) || !has_aligned_rows(p.out))
-    return launch_rows<T, 32, false>(p, stream);
-  if (p.cols <= 8 * kVec) return launch_rows<T, 8, true>(p, stream);
-  if (p.cols <= 16 * kVec) return launch_rows<T, 16, true>(p, stream);
-  launch_rows<T, 32, true>(p, stream);
-}
-
 void run(const AttentionSink& p, cudaStream_t stream) {
   if (p.batch == 0 || p.heads == 0 || p.queries == 0) return;
-  with_dtype(p.dtype, [&](auto zero) { launch<decltype(zero)>(p, stream); });
+  const bool aligned = has_aligned_rows(p.in) && has_aligned_rows(p.out);
+  with_dtype(p.dtype, [&](auto zero) {
+    with_rows(p.cols, aligned, [&](auto lanes, auto is_aligned) {
+      constexpr int kLanes = decltype(lanes)::value;
+      constexpr bool kAligned = decltype(is_aligned)::value;
+      using T = decltype(zero);
+      const auto kernel =
+          p.total ? fwd_kernel<T, kLanes, kAligned> : bwd_kernel<T, kLanes, kAligned>;
+      kernel<<<Place<kLanes>::grid(p), kThreads, 0, stream>>>(p);
+    });
+  });
 }
 
 }  // namespace

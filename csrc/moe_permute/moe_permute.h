@@ -48,6 +48,8 @@ APEX_TE_FUNCTION(moe_sort_chunks_map,
 APEX_TE_FUNCTION(moe_sort_chunks,
                  "inp: X=T|u8[r c], probs: P=f32|H[r]?, chunk_map: i32[2 r], out: X[r c]!, "
                  "permuted_probs: P[r]!?probs, is_backward: bool")
+// out[i] = inp[rows[i]]; zeros where rows[i] is not a row of inp.
+APEX_TE_FUNCTION(moe_gather_rows, "inp: X=T|u8[t c], rows: i32[r], out: X[r c]!")
 
 namespace apex_te {
 
@@ -190,7 +192,7 @@ inline Probs check_probs(Args& args, const TensorView& from, const TensorView& t
   return {from.data(), to.data(), bytes_of(from.dtype())};
 }
 
-// Rows of bytes copied whole: permute, and both directions of sort_chunks.
+// Rows of bytes copied whole: permute, gather_rows and both directions of sort_chunks.
 struct RowCopy {
   const void* inp;
   void* out;
@@ -362,6 +364,15 @@ inline SortChunks check_moe_sort_chunks(Args& args) {
   map.has_dtype({DType::kInt32}).has_shape({2, rows}).is_dense();
   p.rows.probs = check_probs(args, probs, permuted_probs, DType::kUInt8, {rows}, {rows});
   p.sources = map.data<const int32_t>() + (args.boolean() ? rows : 0);
+  return p;
+}
+
+inline SortChunks check_moe_gather_rows(Args& args) {
+  const TensorView inp = args.tensor(), rows = args.tensor(), out = args.tensor();
+  SortChunks p = {};
+  p.rows = check_rows(inp, out);
+  rows.has_dtype({DType::kInt32}).has_shape({p.rows.out_rows}).is_dense();
+  p.sources = rows.data<const int32_t>();
   return p;
 }
 

@@ -411,3 +411,5 @@ APEX_TE_DEFINE(moe_sort_chunks_map) {
 }
 
 APEX_TE_DEFINE(moe_sort_chunks) { apex_te::sort_chunks(apex_te::check_moe_sort_chunks(args)); }
+
+APEX_TE_DEFINE(moe_gather_rows) { apex_te::sort_chunks(apex_te::check_moe_gather_rows(args)); }

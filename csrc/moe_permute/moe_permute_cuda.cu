@@ -72,13 +72,13 @@ APEX_TE_DEFINE(moe_sort_chunks_map) {
 APEX_TE_DEFINE(moe_sort_chunks) {
   using namespace apex_te;
   const SortChunks p = check_moe_sort_chunks(args);
-  if (!p.rows.out_rows) return;
   const DeviceGuard guard(args.device_id());
-  with_pieces(p.rows, [&](auto is_aligned_row, int64_t pieces) {
-    const dim3 grid =
-        grid_of((p.rows.out_rows + kRowWarps - 1) / kRowWarps, pieces, "moe_sort_chunks");
-    moe_sort_chunks_kernel<decltype(is_aligned_row)::value>
-        <<<grid, kRowThreads, 0, static_cast<cudaStream_t>(args.stream())>>>(p.rows, p.sources);
-    check_cuda(cudaGetLastError(), "moe_sort_chunks");
-  });
+  launch_sort_chunks(p, "moe_sort_chunks", static_cast<cudaStream_t>(args.stream()));
+}
+
+APEX_TE_DEFINE(moe_gather_rows) {
+  using namespace apex_te;
+  const SortChunks p = check_moe_gather_rows(args);
+  const DeviceGuard guard(args.device_id());
+  launch_sort_chunks(p, "moe_gather_rows", static_cast<cudaStream_t>(args.stream()));
 }

@@ -255,6 +255,16 @@ void with_pieces(const RowCopy& p, const Launch& launch) {
     launch(std::false_type{}, pieces(Piece<false>::kBytes));
 }
 
+inline void launch_sort_chunks(const SortChunks& p, const char* name, cudaStream_t stream) {
+  if (!p.rows.out_rows) return;
+  with_pieces(p.rows, [&](auto is_aligned_row, int64_t pieces) {
+    const dim3 grid = grid_of((p.rows.out_rows + kRowWarps - 1) / kRowWarps, pieces, name);
+    moe_sort_chunks_kernel<decltype(is_aligned_row)::value>
+        <<<grid, kRowThreads, 0, stream>>>(p.rows, p.sources);
+    check_cuda(cudaGetLastError(), name);
+  });
+}
+
 // With is_dependent the kernel before it in the stream is the one that makes the map.
 inline void launch_permute(const RowCopy& p, const RowMap& map, bool is_dependent,
                            cudaStream_t stream) {

@@ -213,13 +213,17 @@ def _from_memory(x: torch.Tensor, sequence_first: bool) -> torch.Tensor:
     return x.permute((1, 2, 0, 3) if sequence_first else (0, 2, 1, 3))
 
 
-def _move(x: torch.Tensor, padded: torch.Tensor, back: bool = False) -> torch.Tensor:
-    """Returns tokens of x [b, h, s, d] with padded ones behind the others, or moved back."""
-    sequence_first, order = _memory(x)
-    places = padding_behind(padded, x.shape[0], sequence_first)
-    x = x.permute(order)
+def _move(
+    padded: torch.Tensor, *tensors: torch.Tensor, back: bool = False
+) -> tuple[torch.Tensor, ...]:
+    """Returns tokens of tensors [b, h, s, d] with padded ones behind the others, or moved back."""
+    batch, _, tokens, _ = tensors[0].shape
+    sequence_first, order = _memory(tensors[0])
+    places = padding_behind(padded, batch, sequence_first)
     to = places.open if back else places.close
-    return _from_memory(to(x.flatten(0, 1)).view(x.shape), sequence_first)
+    found = to(*[x.permute(order).flatten(0, 1) for x in tensors])
+    apart = (tokens, batch) if sequence_first else (batch, tokens)
+    return tuple(_from_memory(x.unflatten(0, apart), sequence_first) for x in found)
 
 
 def _moved(
@@ -228,9 +232,9 @@ def _moved(
 ) -> torch.Tensor:  # fmt: skip
     """Attends causally to tokens that are not padded, which come first; 0 for the others."""
     assert seen.padded is not None
-    q, k, v = (_move(x, seen.padded) for x in (q, k, v))
+    q, k, v = _move(seen.padded, q, k, v)
     out = attend(q, k, v, None, path, Visibility("upper_left"), options, sink=sink)
-    return _move(out, seen.padded, back=True)
+    return _move(seen.padded, out, back=True)[0]
 
 
 def _moved_keys(
@@ -240,7 +244,7 @@ def _moved_keys(
     """Attends to keys that are not padded, which come first."""
     hidden = seen.hidden
     assert hidden is not None
-    k, v = _move(k, hidden), _move(v, hidden)
+    k, v = _move(hidden, k, v)
     seen = seen._replace(hidden=hidden.sort(-1).values, padded=None)
     return attend(q, k, v, None, path, seen, options, sink=sink)
 
@@ -262,10 +266,10 @@ def _without_padding(
         options.scale, dropout=options.dropout, window=seen.window, longest=(queries, k.shape[2])
     )
     q, k, v = (x.permute(order).flatten(0, 1) for x in (q, k, v))
-    q, k, v = places.close(q), key_places.close(k), key_places.close(v)
+    (q,), (k, v) = places.close(q), key_places.close(k, v)
     out = packed(q, k, v, path, (starts, key_starts), call, options.has_sink, sink)
     shape = (queries, batch) if sequence_first else (batch, queries)
-    return _from_memory(places.open(out).view(*shape, heads, -1), sequence_first)
+    return _from_memory(places.open(out)[0].view(*shape, heads, -1), sequence_first)
 
 
 def _with_columns(

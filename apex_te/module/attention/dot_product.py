@@ -220,8 +220,9 @@ class DotProductAttention(Planner, torch.nn.Module):
             cp_comm_type: ``"all_gather"``: each rank attends to keys and values of all ranks.
                 ``"a2a"``: exchanges tokens for heads; results are bitwise those of one rank where
                 its kernel computes heads independently. ``"p2p"`` runs as ``"a2a"`` if the ranks
-                divide all heads, without a window and packed sequences; otherwise it and
-                ``"a2a+p2p"`` run as ``"all_gather"``.
+                divide all heads, without a window and packed sequences, where that exchanges fewer
+                bytes or a mask or bias hides keys; otherwise it and ``"a2a+p2p"`` run as
+                ``"all_gather"``.
 
         Raises:
             TypeError: ``cp_group`` has another type than those above.

@@ -1,4 +1,4 @@
-"""Attention over packed sequences (thd): PyTorch's varlen kernel, or unpacked to padded ones.
+"""Attention over packed sequences (thd): PyTorch's varlen kernel, or moved to padded ones.
 
 Gaps between sequences, tokens that belong to none, are left out while attention computes.
 """
@@ -17,9 +17,9 @@ from .choice import choose, first_that_fits
 from .kernels import Call
 from .masks import MASK_TYPES, Mask, MaskType, Visibility, lengths_mask, visibility
 from .max_logit import max_logit
-from .places import Places
+from .places import Places, shared
 
-_ALL = Visibility()
+_ALL, _CAUSAL = Visibility(), Visibility("upper_left")
 # Sequences are always told apart, whatever the type says.
 _KINDS = {
     "no_mask": MASK_TYPES["padding"],
@@ -136,7 +136,7 @@ def gaps_of(
     offset = place - padded[wide]
     is_gap = (offset < 0) | (offset >= cu[wide + 1] - cu[wide])
     targets = cu[wide] + offset
-    return Places(torch.stack((sources, targets.masked_fill(is_gap | (targets >= tokens), -1))))
+    return Places(sources, targets.masked_fill(is_gap | (targets >= tokens), -1))
 
 
 def _sequence(cu: torch.Tensor, place: torch.Tensor, sequences: int) -> torch.Tensor:
@@ -153,16 +153,27 @@ def choose_packed(
     bias: torch.Tensor | None,
     has_mask: bool,
     options: Options,
+    size: tuple[int, int] | None = None,
 ) -> Path:
-    """Chooses ``"varlen"``, PyTorch's packed kernel, if it can compute this, else ``"padded"``."""
+    """Chooses ``"filled"``, ``"varlen"``, PyTorch's packed kernel, or else ``"padded"``."""
     if options.independent_rows:
         return Path("padded", "under batch_invariant all sequences take the kernel of padded ones")
     if has_mask:
         return Path("padded", "PyTorch's flash kernel has no mask besides cu_seqlens")
     if not where.is_self and not kind.bottom_right:
         return Path("padded", "PyTorch's flash kernel aligns a causal mask with the last key")
+    sequences, tokens = where.queries.shape[0] - 1, q.shape[0]
     q, k, v = (x[None].transpose(1, 2) for x in (q, k, v))
     problem = Problem.of(q, k, v, _ALL, bias, options)
+    if kind.causal and where.is_self and size is None and bias is None:
+        longest = where.longest_query
+        # Of other numbers of tokens cuDNN would plan anew for each batch.
+        if tokens == sequences * longest:
+            problem = problem._replace(batch=sequences, queries=longest, keys=longest)
+            rest = first_that_fits(problem._replace(form="causal"))
+            if rest.kernel == "cudnn":
+                reason = f"sequences of {longest} tokens are moved apart, then {rest.name}"
+                return Path("filled", f"{reason}: {rest.reason}", rest)
     return first_that_fits(problem._replace(form="packed"))
 
 
@@ -191,9 +202,10 @@ def attend_packed(
     With ``with_max`` the result is a pair with the largest logit of each head, see ``max_logit``.
     """
     if gaps[1] is not None:
-        k, v = gaps[1].close(k), gaps[1].close(v)
+        k, v = gaps[1].close(k, v)
     if gaps[0] is not None:
-        q = gaps[0].close(q)
+        (q,) = gaps[0].close(q)
+    uncut = where.queries
     kind = _KINDS.get(kind.name, kind)
     where = _within(owner, where, q.shape[0], k.shape[0])
     largest = alibi = None
@@ -207,7 +219,10 @@ def attend_packed(
         )
         added = bias if alibi is None or bias is None else alibi.bias(bias, wide, keys)
         largest = max_logit(wide, keys, added, seen, options.scale)
-    if path.name == "padded":
+    if path.rest is not None and path.name == "filled":
+        places = shared(_apart, uncut, where.longest_query)
+        out = _attend_filled(q, k, v, path.rest, places, where.longest_query, options, sink)
+    elif path.name == "padded":
         out = _attend_padded(q, k, v, bias, where, seen, options, alibi, sink)
     else:
         left, right = (-1, -1) if size is None else size
@@ -219,8 +234,36 @@ def attend_packed(
         )
         out = packed(q, k, v, path, starts, call, options.has_sink, sink)
     if gaps[0] is not None:
-        out = gaps[0].open(out)
+        (out,) = gaps[0].open(out)
     return (out, largest) if with_max else out
+
+
+def _apart(starts: torch.Tensor, longest: int) -> Places:
+    """Returns the places of packed tokens, and of those of sequences ``longest`` tokens apart."""
+    sequences = starts.shape[0] - 1
+    place = torch.arange(sequences * longest, dtype=torch.int32, device=starts.device)
+    wide, offset = place // longest, place % longest
+    opening = (starts[wide] + offset).masked_fill(offset >= starts.diff()[wide], -1)
+    own = _sequence(starts, place, sequences)
+    offset = place - starts[own]
+    is_none = (place >= starts[-1]) | (offset >= longest)
+    return Places((own.int() * longest + offset).masked_fill(is_none, -1), opening)
+
+
+def _attend_filled(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    path: Path,
+    places: Places,
+    longest: int,
+    options: Options,
+    sink: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attends causally to as many tokens as sequences of ``longest`` have; those lacking are 0."""
+    q, k, v = (x.unflatten(0, (-1, longest)).transpose(1, 2) for x in places.open(q, k, v))
+    out = attend(q, k, v, None, path, _CAUSAL, options, sink=sink)
+    return places.close(out.transpose(1, 2).flatten(0, 1))[0]
 
 
 def _seen_padded(

@@ -10,52 +10,62 @@ import torch
 from torch.nn import functional
 
 from ...ops.binding import OpFunction
-from ...ops.moe_permute import sort_chunks
+from ...ops.moe_permute import gather_rows
 from ...runtime.tracing import is_traced
 
 
 class Places(NamedTuple):
     """Two layouts of the same tokens in memory, with and without gaps.
 
-    ``rows``, int32 [2, t], has the position with gaps of each position without, and the other way
-    around; -1 where there is no token.
+    ``closing`` and ``opening``, int32, have for each position without gaps, and with them, the
+    position of its token in the other layout; -1 where there is none.
     """
 
-    rows: torch.Tensor
+    closing: torch.Tensor
+    opening: torch.Tensor
 
-    def close(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the tokens of ``x`` [t, ...] without gaps, zeros behind them."""
-        return self._move(x, False)
+    def close(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Returns the tokens of ``tensors`` [t, ...] without gaps, zeros behind them."""
+        return _moved(self.closing, self.opening, tensors)
 
-    def open(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the tokens of ``x`` [t, ...] with gaps of zeros."""
-        return self._move(x, True)
+    def open(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Returns the tokens of ``tensors`` [t, ...] with gaps of zeros."""
+        return _moved(self.opening, self.closing, tensors)
 
-    def _move(self, x: torch.Tensor, back: bool) -> torch.Tensor:
-        if not x.numel():
-            return x
-        moved: torch.Tensor = _Moved.apply(x.flatten(1), self.rows, back)
-        return moved.view(x.shape)
+
+def _moved(
+    rows: torch.Tensor, back: torch.Tensor, tensors: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, ...]:
+    found: tuple[torch.Tensor, ...] = _Moved.apply(rows, back, *tensors)
+    return found
 
 
 class _Moved(OpFunction):
-    """Rows in other places, zeros where none comes; the gradient moves back, without a sum."""
+    """Tokens in other places, zeros where none comes; the gradient moves back, without a sum."""
 
     LABEL = "DotProductAttention"
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, rows: torch.Tensor, back: bool) -> torch.Tensor:
-        ctx.save_for_backward(rows)
-        ctx.back = back
-        if x.dtype is torch.float64:  # which the op does not take, and only moves
-            return sort_chunks(x.contiguous().view(torch.float32), rows, is_backward=back)[0].view(
-                torch.float64
-            )
-        return sort_chunks(x, rows, is_backward=back)[0]
+    def forward(
+        ctx: Any, rows: torch.Tensor, back: torch.Tensor, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.save_for_backward(rows, back)
+        return tuple(_rows(x, rows) for x in tensors)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _Moved.apply(grad, ctx.saved_tensors[0], not ctx.back), None, None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        rows, back = ctx.saved_tensors
+        return None, None, *_Moved.apply(back, rows, *grads)
+
+
+def _rows(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    shape = (rows.shape[0], *x.shape[1:])
+    if not x.numel():
+        return x.new_zeros(shape)
+    x = x.flatten(1)
+    if x.dtype is torch.float64:  # which the op does not take, and only moves
+        return gather_rows(x.contiguous().view(torch.float32), rows).view(x.dtype).view(shape)
+    return gather_rows(x, rows).view(shape)
 
 
 class Packed(NamedTuple):
@@ -121,7 +131,7 @@ def _padding_behind(padded: torch.Tensor, batch: int, sequence_first: bool) -> P
         at = at.masked_fill(hidden, -1).int()
         return (at.t() if sequence_first else at).flatten()
 
-    return Places(torch.stack((rows(order, behind), rows(rank, padded))))
+    return Places(rows(order, behind), rows(rank, padded))
 
 
 def _without_padding(padded: torch.Tensor, batch: int, sequence_first: bool) -> Packed:
@@ -133,6 +143,5 @@ def _without_padding(padded: torch.Tensor, batch: int, sequence_first: bool) -> 
     kept = padded.logical_not()
     rank = (kept.flatten().cumsum(0) - 1).masked_fill(padded.flatten(), -1).view(padded.shape)
     rank = (rank.t() if sequence_first else rank).flatten()
-    rows = torch.stack((order.masked_fill(behind, -1), rank)).int()
     starts = functional.pad(kept.sum(1).cumsum(0), (1, 0)).int()
-    return Packed(Places(rows), starts)
+    return Packed(Places(order.masked_fill(behind, -1).int(), rank.int()), starts)

@@ -210,7 +210,7 @@ class Planner:
             if not where.is_self or not (padded is None or padded is starts[0]):
                 key_gaps = gaps_of(_NAME, "kv", where.keys, padded, k.shape[0])
             masked = attention_mask is not None
-            path = choose_packed(q, k, v, where, kind, bias, masked, options)
+            path = choose_packed(q, k, v, where, kind, bias, masked, options, size)
             cross = self.attention_type == "cross"
 
             def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Any, sink: Any) -> Any:

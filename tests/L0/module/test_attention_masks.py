@@ -80,11 +80,11 @@ def test_layers_share_places_until_the_mask_changes(device):
     mask = torch.rand(B, 1, 1, 19, device=device) < 0.4
     first = padding_behind(mask, B, False)
     assert padding_behind(mask, B, False) is first
-    assert not torch.equal(padding_behind(mask, B, True).rows, first.rows)
+    assert not torch.equal(padding_behind(mask, B, True).closing, first.closing)
     mask.logical_not_()
     changed = padding_behind(mask, B, False)
-    assert torch.equal(changed.rows, padding_behind(mask.clone(), B, False).rows)
-    assert not torch.equal(changed.rows, first.rows)
+    assert torch.equal(changed.closing, padding_behind(mask.clone(), B, False).closing)
+    assert not torch.equal(changed.closing, first.closing)
 
 
 def test_one_tensor_has_no_last_tokens(device):

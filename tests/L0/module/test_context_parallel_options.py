@@ -203,36 +203,41 @@ def test_largest_logits_of_packed_sequences(device, comm_type):
 
 
 @pytest.mark.parametrize(
-    ("heads", "groups", "window", "packed", "served"),
-    [(4, 2, None, False, "a2a"), (4, 1, None, False, "all_gather"),
-     (3, 3, None, False, "all_gather"), (4, 2, (5, 0), False, "all_gather"),
-     (4, 2, None, True, "all_gather")],
+    ("ranks", "heads", "groups", "window", "kind", "served"),
+    [(4, 4, 4, None, "causal", "a2a"), (2, 4, 4, None, "causal", "all_gather"),
+     (4, 8, 2, None, "causal", "all_gather"), (2, 4, 2, None, "arbitrary", "a2a"),
+     (2, 3, 3, None, "arbitrary", "all_gather"), (4, 4, 4, (5, 0), "causal", "all_gather"),
+     (4, 4, 4, None, "thd", "all_gather")],
 )  # fmt: skip
-def test_what_serves_p2p(device, heads, groups, window, packed, served):
+def test_what_serves_p2p(device, ranks, heads, groups, window, kind, served):
     """The exchange that ``explain`` names gives the results that it gives by its own name."""
+    packed = kind == "thd"
     layout = "thd" if packed else "sbhd"
     module = apex_te.DotProductAttention(
-        heads, SIZE, groups, qkv_format=layout, window_size=window, attn_mask_type="causal"
-    )
+        heads, SIZE, groups, qkv_format=layout, window_size=window,
+        attn_mask_type="causal" if packed else kind,
+    )  # fmt: skip
     tokens = (24,) if packed else (24, 2)
     tensors = [draw(*tokens, n, SIZE, device=device) for n in (heads, groups, groups)]
     given = {}
     if packed:
         starts = torch.tensor([0, 8, 24], dtype=torch.int32, device=device)
         given = {"cu_seqlens_q": starts, "max_seqlen_q": 16}
-        order = PackedZigZag(2, starts, 24)
+        order = PackedZigZag(ranks, starts, 24)
+    elif kind == "arbitrary":
+        given = {"attention_mask": torch.rand(2, 1, 24, 24, device=device) < 0.2}
 
-    def run(ranks):
-        module._context = ranks
+    def run(context):
+        module._context = context
         parts = [
-            order.by_rank(x).chunk(2)[ranks.rank] if packed else own(x, 2, ranks.rank)
+            order.by_rank(x).chunk(ranks)[context.rank] if packed else own(x, ranks, context.rank)
             for x in tensors
         ]
         said = module.explain(*parts, **given)
         return said, module(*parts, **given)
 
-    named = emulate(2, served, run)
-    for (said, out), (by_name, expected) in zip(emulate(2, "p2p", run), named, strict=True):
+    named = emulate(ranks, served, run)
+    for (said, out), (by_name, expected) in zip(emulate(ranks, "p2p", run), named, strict=True):
         assert said.startswith(served)
         assert f"{served} serves cp_comm_type 'p2p'; " in said
         assert by_name.startswith(served)

@@ -3,9 +3,12 @@
 import pytest
 import torch
 from attention_cases import assert_matches, exact_attention
-from checks import DTYPES
+from checks import DTYPES, needs_cuda
 
+from apex_te.module.attention.candidates import Options, Path
 from apex_te.module.attention.dot_product import DotProductAttention
+from apex_te.module.attention.masks import MASK_TYPES
+from apex_te.module.attention.packed import attend_packed, packing
 
 H, G, D = 4, 2, 8
 KINDS = ["no_mask", "padding", "causal", "padding_causal", "causal_bottom_right"]
@@ -172,3 +175,73 @@ def test_sequences_of_another_tensor_stay_on_the_gpu(dtype, cu):
     assert buffer[0].isnan().all()
     assert buffer[2].isnan().all()
     assert out.shape == (8, H * D)
+
+
+@pytest.mark.parametrize("lengths", [[16, 16, 16], [16, 3, 0], [0, 0, 0], [40, 4, 4], [13, 16, 16]])
+def test_sequences_moved_apart(lengths, device):
+    """As many tokens as three sequences of 16 have; of a longer one the rest has no values."""
+    q, k, v = (torch.randn(48, heads, D, dtype=torch.float64) for heads in (H, H, H))
+    leaves = [x.float().to(device).requires_grad_() for x in (q, k, v)]
+    cut, first = [], 0
+    for length in lengths:
+        cut.append(slice(first, first + min(length, 16)))
+        first += length
+    doubles = [x.requires_grad_() for x in (q, k, v)]
+    wanted = torch.zeros(48, H, D, dtype=torch.float64)
+    for part in cut:
+        heads = [x[part].transpose(0, 1) for x in doubles]
+        found = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+        wanted = torch.cat((wanted[: part.start], found.transpose(0, 1), wanted[part.stop :]))
+    where = packing("test", starts(lengths, device), None, 64, None)._replace(
+        longest_query=16, longest_key=16, ends=(None, None)
+    )
+    path = Path("filled", "", Path("sdpa", "", kernel="cpu" if device == "cpu" else "efficient"))
+    options = Options(D**-0.5)
+    out = attend_packed(
+        *leaves, None, path, "test", where, MASK_TYPES["causal"], None, options, None, False, False
+    )
+    grad = torch.randn(48, H, D, dtype=torch.float64)
+    torch.testing.assert_close(out.cpu().double(), wanted, rtol=1e-5, atol=1e-5)
+    found = torch.autograd.grad(out, leaves, grad.float().to(device))
+    for ours, theirs in zip(found, torch.autograd.grad(wanted, doubles, grad), strict=True):
+        torch.testing.assert_close(ours.cpu().double(), theirs, rtol=1e-4, atol=1e-5)
+
+
+@needs_cuda
+@pytest.mark.parametrize("sizes", [(2, 64, 64), (4, 192, 128)])
+@pytest.mark.parametrize("lengths", [[512, 512], [512, 300], [1024]])
+def test_cudnn_has_filled_sequences(sizes, lengths):
+    """The kernel of padded sequences, where a batch has as many tokens, with the bits of each."""
+    groups, *sizes = sizes
+    longest = max(lengths)
+    module = DotProductAttention(
+        4, tuple(sizes), groups, qkv_format="thd", attn_mask_type="causal", device="cuda"
+    )
+    tokens = longest * len(lengths)
+    given = {"device": "cuda", "dtype": torch.bfloat16}
+    leaves = [
+        torch.randn(tokens, heads, size, **given).requires_grad_()
+        for heads, size in ((4, sizes[0]), (groups, sizes[0]), (groups, sizes[1]))
+    ]
+    call = {"cu_seqlens_q": starts(lengths, "cuda"), "max_seqlen_q": longest}
+    if not torch.backends.cuda.cudnn_sdp_enabled() or torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("cuDNN's attention is the choice on sm_90 and later")
+    assert module.explain(*leaves, **call).startswith("filled")
+    out = module(*leaves, **call)
+    out.sum().backward()
+    padded = DotProductAttention(
+        4, tuple(sizes), groups, qkv_format="bshd", attn_mask_type="causal", device="cuda"
+    )
+    first = 0
+    for length in lengths:
+        part = [x.detach()[None, first : first + length] for x in leaves]
+        part = [torch.nn.functional.pad(x, (0, 0, 0, 0, 0, longest - length)) for x in part]
+        torch.testing.assert_close(padded(*part)[0, :length], out[first : first + length])
+        first += length
+    assert out[first:].eq(0).all()
+    for x in leaves:
+        assert x.grad.isfinite().all()
+        assert x.grad[first:].eq(0).all()
+    other = {"cu_seqlens_q": starts([*lengths, 1], "cuda"), "max_seqlen_q": longest}
+    more = [torch.cat((x.detach(), x.detach()[:1])) for x in leaves]
+    assert not module.explain(*more, **other).startswith("filled")

@@ -373,6 +373,13 @@ def make_case(name: str, rows: int = 32, cols: int = 64) -> Case:
             {"dout": torch.randn(2, 3, *shape), "out": torch.randn(2, 3, *shape),
              "total": torch.rand(2, 3, rows), "sink": torch.randn(3)}
         ),
+        "attention_sink.attention_join": lambda: Case(
+            {"values": torch.randn(2, 3, *shape), "lse": torch.randn(2, 3, rows),
+             "part": torch.randn(2, 3, *shape), "part_lse": torch.randn(2, 3, rows),
+             "part2": torch.randn(2, 3, *shape)[:, :, :1],
+             "part2_lse": torch.randn(2, 3, rows)[..., :1],
+             "out": torch.zeros(2, 3, *shape)}, ("out",),
+        ),
         "batch_norm.batch_norm_stats": lambda: Case({"x": images(rows, cols)}),
         "batch_norm.batch_norm_combine": lambda: Case(
             {"means": x, "vars": torch.rand(shape), "counts": torch.arange(rows).int(),
@@ -649,6 +656,9 @@ def make_case(name: str, rows: int = 32, cols: int = 64) -> Case:
             {"split_sizes": torch.tensor([rows // 4, rows - rows // 4]),
              "sorted_index": torch.tensor([1, 0]), "num_rows": rows}
         ),
+        "moe_permute.gather_rows": lambda: Case(
+            {"inp": x, "rows": torch.arange(rows + 1, dtype=torch.int32)}
+        ),
         "moe_permute.sort_chunks": lambda: Case(
             {"inp": x, "chunk_map": moe_permute.make_chunk_map(
                 torch.tensor([rows // 4, rows - rows // 4]), torch.tensor([1, 0]), rows),
@@ -829,7 +839,7 @@ UNFILLED = {
 LIKE_X = {
     "bias", "d_residual", "din1", "dout", "dy", "f", "g", "grad", "grad_dense_probs", "grad_output",
     "grad_permuted", "in1", "in2", "inp", "input", "keys", "logits", "more1", "more2", "out",
-    "queries", "residual", "up", "up_bias", "values", "weight", "x", "y", "z",
+    "part", "part2", "queries", "residual", "up", "up_bias", "values", "weight", "x", "y", "z",
 }  # fmt: skip
 # Functions of float32 alone, or whose arguments of these names have dtypes of their own.
 ONLY_FLOAT32 = {

@@ -1,10 +1,16 @@
-"""attention_sink against its formula in float64, and the identity that attention makes of it."""
+"""attention_sink against its formulas in float64, and the identities that attention makes of it."""
 
 import pytest
 import torch
 from checks import DTYPES, assert_as_good_as_torch, assert_same_bits, in_pairs, needs_cuda
 
-from apex_te.ops.attention_sink import attention_sink_bwd, attention_sink_fwd, reference
+from apex_te.ops.attention_sink import (
+    attention_join,
+    attention_sink_bwd,
+    attention_sink_fwd,
+    reference,
+    reference_join,
+)
 
 # Memory of [b, h, s, d], as an order of dimensions.
 LAYOUTS = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3), "sbhd": (2, 0, 1, 3)}
@@ -121,3 +127,63 @@ def test_rejects():
         attention_sink_fwd(values, lse, sink, out=values.mT.contiguous().mT)
     with pytest.raises(ValueError, match=r"dout must have 4 dimensions, got \[3, 5, 8\]"):
         attention_sink_bwd(dout[0], values, lse, sink)
+
+
+@in_pairs(
+    dtype=DTYPES, layout=LAYOUTS, other=LAYOUTS, counts=[(1.0,), (0.5,), (1.0, 0.5), (0.3, 1.0)],
+    in_place=[True, False],
+    shape=[(2, 9, 130, 64), (1, 2, 65, 128), (3, 1, 7, 256), (2, 2, 5, 300), (1, 3, 64, 7),
+           (2, 1, 9, 12), (1, 1, 1, 1)],
+)  # fmt: skip
+def test_join(device, poison, shape, dtype, layout, other, counts, in_place):
+    values, _, lse, _ = inputs(shape, dtype)
+    parts = [(laid(values, layout).clone(), lse)]
+    for share in counts:
+        first = shape[2] - int(share * shape[2])
+        part, scores = torch.randn(shape).to(dtype), torch.randn(shape[:3]) * 4
+        scores[..., ::3] = -torch.inf
+        part[scores == -torch.inf] = torch.nan  # which are not used
+        parts.append((laid(part, other)[:, :, first:], scores[..., first:]))
+    exact, exact_total = reference_join(*[(x.double(), y.double()) for x, y in parts])
+    same, _ = reference_join(*parts)
+    given = [x.to(device) for part in parts for x in part]
+    out, total = attention_join(*given, out=given[0] if in_place else None)
+    assert out.stride() == parts[0][0].stride()
+    assert (out.data_ptr() == given[0].data_ptr()) == in_place
+    torch.testing.assert_close(total.cpu(), exact_total.float(), rtol=1e-6, atol=1e-6)
+    assert_as_good_as_torch(out, exact, same)
+
+
+def test_join_is_attention_to_all_keys(device):
+    scores, values = torch.randn(2, 3, 9, 11), torch.randn(2, 3, 11, 8)
+    parts = [(scores[..., a:b], values[:, :, a:b]) for a, b in ((0, 4), (4, 5), (5, 11))]
+    given = [y.to(device) for x, v in parts for y in (x.softmax(-1) @ v, x.logsumexp(-1))]
+    out, total = attention_join(*given)
+    torch.testing.assert_close(out.cpu(), scores.softmax(-1) @ values)
+    torch.testing.assert_close(total.cpu(), scores.logsumexp(-1))
+
+
+def test_join_of_nothing(device):
+    """A query that sees no key in any part; no queries; no columns."""
+    values, lse = torch.full((1, 2, 3, 8), torch.nan, device=device), torch.zeros(1, 2, 3)
+    lse = (lse - torch.inf).to(device)
+    out, total = attention_join(values, lse, values, lse)
+    assert out.eq(0).all()
+    assert total.eq(-torch.inf).all()
+    for empty in (values[:, :, :0], values[..., :0]):
+        scores = lse[..., : empty.shape[2]]
+        out, total = attention_join(empty, scores, empty, scores)
+        assert out.shape == empty.shape
+        assert total.eq(-torch.inf).all()
+
+
+def test_errors_of_join(device):
+    values, lse = torch.ones(2, 3, 5, 8, device=device), torch.ones(2, 3, 5, device=device)
+    with pytest.raises(ValueError, match="part must have at most as many queries as values"):
+        attention_join(values[:, :, 1:], lse[..., 1:], values, lse)
+    with pytest.raises(ValueError, match=r"part_lse must have shape \[2, 3, 4\]"):
+        attention_join(values, lse, values[:, :, 1:], lse)
+    with pytest.raises(TypeError, match="part must have dtype float32"):
+        attention_join(values, lse, values.half(), lse)
+    with pytest.raises(ValueError, match="part2_lse must be given with part2"):
+        attention_join(values, lse, values, lse, values)

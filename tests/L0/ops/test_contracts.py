@@ -30,7 +30,7 @@ LIST = {"x": 70, "n": 3}
 ROPE = {"r": 37, "h": 3, "d": 26, "p": 40, "k": 22, "q": 2}
 MOE = {"t": 261, "r": 300, "c": 37, "w": 6, "s": 5}
 OWN_SIZES = {  # where these are too large, or multiples are required
-    "attention_sink": {"b": 2, "h": 3, "s": 161, "d": 24},
+    "attention": {"b": 2, "h": 3, "s": 161, "d": 24, "n": 161, "m": 77},
     "index_mul_2d": {"m": 77, "e": 161, "d": 24},
     "batch_norm": {"n": 37, "c": 24, "s": 5, "w": 3},
     "scaled_softmax": {"r": 2, "h": 3, "q": 5, "c": 160},
@@ -97,7 +97,8 @@ NOT_EMPTY = {
     ("cross_entropy_fwd", "c"), ("cross_entropy_bwd", "c"), ("moe_router_fwd", "c"),
     ("moe_router_bwd", "c"), ("moe_router_fwd", "g"), ("qkv_cast_grad", "q"),
     ("qkv_cast_grad", "g"), ("amax_scale_update", "l"), ("amax_scale_update", "s"),
-    ("peer_sum", "b"), ("index_mul_2d_fwd", "m"), ("index_mul_2d_bwd", "m"),
+    ("peer_sum", "b"), ("attention_join", "s"), ("index_mul_2d_fwd", "m"),
+    ("index_mul_2d_bwd", "m"),
     *((name, letter) for name in ("rope_fwd", "rope_bwd") for letter in "dk"),
     *((f"moe_{each}", "w") for each in ("permute_map", "permute_fwd", "permute_rows")),
     *((f"moe_{each}", "w") for each in ("unpermute_fwd", "unpermute_bwd", "tokens_of_rows")),

@@ -308,6 +308,21 @@ def test_sort_chunks(device, poison, dtype, chunks, kind):
     assert_same_bits([ours.grad, our_probs.grad], [plain.grad, plain_probs.grad])
 
 
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float8_e4m3fn])
+def test_gather_rows(device, poison, dtype):
+    x = torch.randn(7, 40).to(dtype)
+    rows = torch.tensor([6, -1, 0, 0, 7, 3, 2**31 - 1, -(2**31), 1], dtype=torch.int32)
+    wanted = torch.stack([x[i] if 0 <= i < 7 else torch.zeros(40).to(dtype) for i in rows.tolist()])
+    given = x.to(device), rows.to(device)
+    assert_same_bits(op.gather_rows(*given), wanted)
+    assert op.gather_rows(given[0], given[1][:0]).shape == (0, 40)
+    assert op.gather_rows(given[0][:0], given[1]).float().eq(0).all()
+    with pytest.raises(ValueError, match=r"gather_rows: inp must have 2 dimensions, got shape"):
+        op.gather_rows(given[0][0], given[1])
+    with pytest.raises(TypeError, match="rows must have dtype int32, got int64"):
+        op.gather_rows(given[0], given[1].long())
+
+
 def test_gradient_past_the_copies_is_ignored(device):
     mask = mask_of(40, 5, 2)
     x = leaf(torch.randn(40, 8), device)

@@ -34,6 +34,7 @@ DENSE = {
     "layer_norm.layer_norm_again": {"mean", "rstd"},
     "layer_norm.layer_norm_again_fp8": {"mean", "rstd"},
     "layer_norm.layer_norm_bwd": {"mean", "rstd"},
+    "moe_permute.gather_rows": {"rows"},
     "moe_permute.permute": {"row_id_map"},
     "moe_permute.permute_bwd": {"row_id_map"},
     "moe_permute.sort_chunks": {"chunk_map"},

@@ -342,7 +342,7 @@ def _told(rank):
 def test_explanations_and_refusals(two_ranks):
     expected = [
         "a2a sdpa: each of 2 ranks has 3 heads of whole sequences; PyTorch's fused kernel",
-        "a2a sdpa: a2a serves cp_comm_type 'p2p'; each of 2 ranks has 3 heads of whole sequences",
+        "all_gather sdpa: all_gather serves cp_comm_type 'p2p'; each rank attends to the keys of 2",
         "NotImplementedError: DotProductAttention: attention_dropout must be 0 while training",
         "ValueError: DotProductAttention: query_layer must have two equal chunks of each sequence",
         "ValueError: DotProductAttention: num_attention_heads must be a multiple of the 2 ranks",

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ....ops.attention_sink import attention_sink_bwd, attention_sink_fwd
+from ....ops.attention_sink import attention_join, attention_sink_bwd, attention_sink_fwd
 from ....ops.binding import OpFunction, once_differentiable
 from ..kernels import KERNELS, Call, Extra, Result, like
 from ..masks import band
@@ -226,8 +226,12 @@ class _Pieces(OpFunction):
         grad = like(grad, out)
         dsink = attention_sink_bwd(grad, out, lse, sink) if ctx.needs_input_grad[3] else None
         sizes = (k.shape[3], v.shape[3])
-        sums = k.new_zeros((meeting.rows, *k.shape[:2], sum(sizes)))
+        sums = k.new_empty((meeting.rows, *k.shape[:2], sum(sizes)))
         is_joint, parts = _is_joint(pieces), []
+        # The pieces and parts of windows have keys in common.
+        is_once = is_joint and not any(piece.packed for piece in pieces)
+        for a, b in _unseen(pieces, meeting.rows) if is_once else [(0, meeting.rows)]:
+            sums[a:b].zero_()
         for piece, kernel, numbers in zip(pieces, kernels, ctx.numbers, strict=True):
             state = tuple(next(kept) if x is None else x for x in numbers)
             rows = slice(*piece.queries)
@@ -243,15 +247,15 @@ class _Pieces(OpFunction):
                 rows = slice(first, first + b - a)
                 for x, dx in zip(sums[a:b].split(sizes, -1), dkv, strict=True):
                     dx = dx[:, :, rows].permute(2, 0, 1, 3)
-                    # Only the pieces and parts of windows have keys in common.
-                    x.copy_(dx) if is_joint and not piece.packed else x.add_(dx)
+                    x.copy_(dx) if is_once else x.add_(dx)
                 first += b - a
         keys.all()
         dkv = meeting.give_back(sums).permute(1, 2, 0, 3)
         if len(parts) == 1:
             (dq,) = parts
         elif is_joint:
-            wide = parts[0].float()
+            # A sum of two parts is rounded once without a float32 copy.
+            wide = parts[0] if len(parts) == 2 else parts[0].float()
             for piece, part in zip(pieces[1:], parts[1:], strict=True):
                 wide[:, :, slice(*piece.queries)] += part
             dq = wide.to(q.dtype)
@@ -270,6 +274,16 @@ def _is_joint(pieces: tuple[Piece, ...]) -> bool:
     return all(piece.is_first == (number == 0) for number, piece in enumerate(pieces))
 
 
+def _unseen(pieces: tuple[Piece, ...], rows: int) -> list[Span]:
+    """Returns which of ``rows`` keys no piece has; pieces have none in common."""
+    found, last = [], 0
+    for a, b in sorted(span for piece in pieces for span in piece.keys):
+        if last < a:
+            found.append((last, a))
+        last = b
+    return [*found, (last, rows)] if last < rows else found
+
+
 def _joined_results(
     pieces: tuple[Piece, ...], found: list[Result]
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -279,12 +293,5 @@ def _joined_results(
     first, *others = found
     if not others:
         return first.out, first.lse
-    total = first.lse.clone()
-    for piece, each in zip(pieces[1:], others, strict=True):
-        part = total[:, :, slice(*piece.queries)]
-        part.copy_(torch.logaddexp(part, each.lse))
-    out = first.out * (first.lse - total).exp_()[..., None]
-    for piece, each in zip(pieces[1:], others, strict=True):
-        rows = slice(*piece.queries)
-        out[:, :, rows].addcmul_(each.out, (each.lse - total[:, :, rows]).exp_()[..., None])
-    return out.to(first.out.dtype), total
+    # The others have all queries, or the last ones.
+    return attention_join(*first[:2], *(x for each in others for x in each[:2]), out=first.out)

@@ -106,7 +106,7 @@ def plan(
                     f"{owner}: {name} must have two equal chunks of each sequence with a cp_group "
                     f"of {ranks.size} ranks, got {x.shape[time]} tokens"
                 )
-    served = _exchange_of(ranks, q, k, request)
+    served = _exchange_of(ranks, q, k, bias, request)
     if served == "a2a":
         found = _a2a(owner, ranks, q, k, v, bias, request, route)
     else:
@@ -121,16 +121,26 @@ def plan(
     return _comparing(owner, ranks, found, request, options, with_max)
 
 
-def _exchange_of(ranks: ContextRanks, q: torch.Tensor, k: torch.Tensor, request: Request) -> str:
+def _exchange_of(
+    ranks: ContextRanks,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    bias: torch.Tensor | None,
+    request: Request,
+) -> str:
     """Returns the exchange that serves the ranks' ``comm_type``: the faster one for p2p.
 
-    All-to-all leaves whole sequences to one kernel call; of windows, though, few keys are gathered.
+    All-to-all leaves whole sequences to one kernel call; of windows, though, few keys are gathered,
+    and of grouped queries fewer bytes than all heads have.
     """
     if ranks.comm_type in ("a2a", "all_gather"):
         return ranks.comm_type
-    divides = not (q.shape[-2] % ranks.size or k.shape[-2] % ranks.size)
+    heads, groups, kind = q.shape[-2], k.shape[-2], request.kind
+    divides = not (heads % ranks.size or groups % ranks.size)
     is_whole = request.size is None and request.layout != "thd"
-    return "a2a" if ranks.has_one_group and divides and is_whole else "all_gather"
+    has_mask = kind.padding or kind.arbitrary or bias is not None
+    is_more = has_mask or groups * ranks.size > heads + groups
+    return "a2a" if ranks.has_one_group and divides and is_whole and is_more else "all_gather"
 
 
 def _comparing(

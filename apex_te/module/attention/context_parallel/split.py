@@ -57,15 +57,15 @@ class PackedZigZag:
         row = row.masked_fill(none, tokens)
         back = torch.full((tokens + 1,), -1, dtype=torch.int32, device=device)
         back = back.scatter(0, row.long(), place)[:-1]
-        self.places = Places(torch.stack((row.int().masked_fill(none, -1), back)))
+        self.places = Places(row.int().masked_fill(none, -1), back)
 
     def whole(self, x: torch.Tensor) -> torch.Tensor:
         """Returns tokens [t, ..] in the order of the sequences, from those of all ranks by rank."""
-        return self.places.close(x)
+        return self.places.close(x)[0]
 
     def by_rank(self, x: torch.Tensor) -> torch.Tensor:
         """Returns tokens [t, ..] by rank, from those in the order of the sequences."""
-        return self.places.open(x)
+        return self.places.open(x)[0]
 
 
 Order = ZigZag | PackedZigZag
@@ -148,7 +148,7 @@ def own_tokens(
     check_lengths(owner, "cu_seqlens", cu_seqlens, ranks, tokens)
     order = PackedZigZag(ranks, cu_seqlens, tokens)
     own = tokens // ranks
-    return order.places.rows[1].narrow(0, rank * own, own).clamp(min=0)
+    return order.places.opening.narrow(0, rank * own, own).clamp(min=0)
 
 
 def join_context_parallel(
@@ -183,6 +183,6 @@ def join_context_parallel(
     if cu_seqlens.dtype is not torch.int32:
         raise TypeError(f"{owner}: cu_seqlens must be an int32 tensor, got {cu_seqlens.dtype}")
     check_lengths(owner, "cu_seqlens", cu_seqlens, ranks.size, rows.shape[0])
-    source = PackedZigZag(ranks.size, cu_seqlens, rows.shape[0]).places.rows[0].to(x.device)
+    source = PackedZigZag(ranks.size, cu_seqlens, rows.shape[0]).places.closing.to(x.device)
     none = (source < 0).view(-1, *(1,) * (rows.dim() - 1))
     return rows.index_select(0, source.clamp(min=0)).masked_fill(none, 0).movedim(0, dim)
