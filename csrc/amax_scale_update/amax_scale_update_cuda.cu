@@ -58,7 +58,8 @@ __global__ void __launch_bounds__(kThreads)
   __syncthreads();
   const float last = staged[slot];
   const bool rolls = lane < lanes && magnitude_bits(last) < 0x7F800000u && last != 0.0f;
-  uint32_t largest = 0;  // amaxes are never negative: they order as integers
+  // Amaxes are never negative: they order as integers. Row 1 leaves the window but still counts.
+  uint32_t largest = lane == 0 && rolls && length > 1 ? float_bits(at(1)) : 0;
   for (int begin = 1; begin < length; begin += lanes * kPerThread) {
     float next[kPerThread];
 #pragma unroll
@@ -66,8 +67,6 @@ __global__ void __launch_bounds__(kThreads)
       const int row = begin + k * lanes + lane;
       next[k] = !rolls || row >= length ? 0.0f : row + 1 < length ? at(row + 1) : last;
       largest = max(largest, float_bits(next[k]));
-      // Row 1 leaves the window but still counts.
-      if (row == 1 && rolls) largest = max(largest, float_bits(at(1)));
     }
     __syncthreads();
 #pragma unroll

@@ -14,8 +14,8 @@ namespace {
 
 constexpr int kLanes = 32;        // threads of one row
 constexpr int kVecsInFlight = 4;  // of x and of residual, 16 bytes each, of a thread of forward
-constexpr int kThreads = 256, kBlocks = 4;  // of forward; blocks of a multiprocessor
-constexpr int kShiftedBlocks = 2;           // where vectors are shifted, of both directions
+constexpr int kThreads = 256, kBlocks = 4;                // of forward; blocks of a multiprocessor
+constexpr int kShiftedBlocks = 3, kBwdShiftedBlocks = 2;  // where vectors are shifted
 
 constexpr int kBwdBlocks = 3;
 constexpr int kBwdRows = kBiasDropoutAddRowsPerThread;
@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(kThreads, kAligned ? kBlocks : kShiftedBlocks)
 }
 
 template <typename T, typename Wide, bool kAligned>
-__global__ void __launch_bounds__(kBwdThreads, kAligned ? kBwdBlocks : kShiftedBlocks)
+__global__ void __launch_bounds__(kBwdThreads, kAligned ? kBwdBlocks : kBwdShiftedBlocks)
     bwd_kernel(const BiasDropoutAdd p, int64_t col_tiles) {
   constexpr int kRows = sizeof(Wide) == 4 ? kBwdRows / 2 : kBwdRows;  // whose loads are in flight
   __shared__ float sums[kBwdThreads / kLanes][kBwdCols];

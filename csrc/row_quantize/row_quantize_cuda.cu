@@ -1,6 +1,8 @@
 // CUDA kernels of row_quantize: a row in the registers of some warps, which read the rest of a long
 // one again; for columns, their amaxes first, by atomics on the tensor of their scales, then tiles
 // of 128 x 128 (common/gpu/fp8_tile.h).
+#include <algorithm>
+
 #include "common/gpu/amax.h"
 #include "common/gpu/block_1x128.h"
 #include "common/numerics/with_dtype.h"
@@ -183,8 +185,9 @@ void check_launch() { check_cuda(cudaGetLastError(), "row_quantize"); }
 template <typename T, typename Format, bool kAligned>
 void launch(const RowQuantize& p, const Format& format, cudaStream_t stream) {
   if (p.rowwise_scale_inv && p.rows > 0) {
-    int threads = 32;
-    while (threads < kThreads && threads * kHeld * kVec < p.cols) threads *= 2;
+    constexpr int64_t kOfWarp = 32 * kHeld * kVec;
+    const int64_t warps = std::min<int64_t>((p.cols + kOfWarp - 1) / kOfWarp, kWarps);
+    const int threads = 32 * static_cast<int>(std::max<int64_t>(warps, 1));
     const auto blocks = static_cast<unsigned>(std::min(p.rows, kMaxBlocks - 1));
     rows_kernel<T, Format, kAligned><<<blocks, threads, 0, stream>>>(p, format);
     check_launch();
