@@ -8,7 +8,6 @@ residual and ReLU 6, sums 4 (read dy and x), backward 6 (read dy and x, write dx
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import harness
 import torch
@@ -48,21 +47,10 @@ def of_shape(
     weight, bias = torch.rand(shape[1]).cuda(), torch.randn(shape[1]).cuda()
     count = torch.tensor([x.numel() // shape[1]], dtype=torch.int32).cuda()
 
-    def normalized() -> Any:
-        mean, var = op.batch_norm_stats(x)
-        return op.batch_norm_combine(mean[None], var[None], count, EPS)
-
-    def forward() -> torch.Tensor:
-        stats = normalized()
-        return op.batch_norm_fwd(x, stats.mean, stats.inv_std, weight, bias)
-
-    var, stats = op.batch_norm_stats(x)[1], normalized()
+    mean, var = op.batch_norm_stats(x)
+    stats = op.batch_norm_combine(mean[None], var[None], count, EPS)
     own = (stats.mean, stats.inv_std, weight)
     sums = op.batch_norm_reduce(dy, x, *own, bias)
-
-    def backward() -> torch.Tensor:
-        found = op.batch_norm_reduce(dy, x, *own, bias)
-        return op.batch_norm_bwd(dy, x, *own, *found[:2], count)[0]
 
     def with_residual(*given: torch.Tensor) -> torch.Tensor:
         data, residual = given
@@ -88,10 +76,13 @@ def of_shape(
             lambda: torch.batch_norm_backward_elemt(dy, x, *stat, weight, *sums[:2], count),
         ),
         "whole fwd": (
-            3, forward,
+            3, lambda: op.batch_norm_train_fwd(x, weight, bias, EPS),
             lambda: F.batch_norm(x, None, None, weight, bias, training=True, eps=EPS),
         ),
-        "whole bwd": (5, backward, harness.gradients(y, leaves, dy)),
+        "whole bwd": (
+            5, lambda: op.batch_norm_train_bwd(dy, x, *own, bias),
+            harness.gradients(y, leaves, dy),
+        ),
     }  # fmt: skip
     for step, (passes, call, peer) in steps.items():
         yield harness.measure(f"batch_norm {step}", name, passes * size, call, {"torch": peer})

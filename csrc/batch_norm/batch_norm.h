@@ -44,6 +44,20 @@ APEX_TE_FUNCTION(batch_norm_bwd,
                  "sum_dy_xmu: f32[c]?dx, counts: i32[w]?dx, dx: T[n c s]!?, dz: T[n c s]!?, "
                  "relu: bool; whole w")
 
+// batch_norm_stats, batch_norm_combine of this part alone and batch_norm_fwd, with their bits.
+APEX_TE_FUNCTION(batch_norm_train_fwd,
+                 "x: T[n c s], z: T[n c s]?, weight: W=T|f32[c]?, bias: W=T|f32[c]?, "
+                 "mean: f32[c]!, inv_std: f32[c]!, running_mean: f32[c]!!?, "
+                 "running_var: f32[c]!!?, y: T[n c s]!, workspace: f32[batch_norm_floats(n c s)]!, "
+                 "eps: float, momentum: float, relu: bool; whole n s")
+
+// batch_norm_reduce and batch_norm_bwd of this part alone, with their bits.
+APEX_TE_FUNCTION(batch_norm_train_bwd,
+                 "dy: T[n c s], x: T[n c s], z: T[n c s]?, mean: f32[c], inv_std: f32[c], "
+                 "weight: W=T|f32[c]?, bias: W=T|f32[c]?, sum_dy: f32[c]!, sum_dy_xmu: f32[c]!, "
+                 "dweight: W=T|f32[c]!?, dbias: W=T|f32[c]!?, dx: T[n c s]!, dz: T[n c s]!?, "
+                 "workspace: f32[batch_norm_floats(n c s)]!, relu: bool; whole n s")
+
 namespace apex_te {
 
 constexpr int64_t kBatchNormTile = 256;  // columns that a task or a block has
@@ -108,7 +122,7 @@ struct BatchNorm {
   bool relu;
   void *y, *dx, *dz;
   const float *sum_dy, *sum_dy_xmu;  // that backward reads
-  const int32_t* counts;
+  const int32_t* counts;             // null: the elements here are all
   int64_t ranks;
   BatchNormSplit split;
   float* results[2];     // of a reduction: mean and var, or the sums
@@ -123,8 +137,19 @@ struct BatchNormCombine {
   int64_t parts, channels;
   const float *means, *vars;
   const int32_t* counts;
+  int64_t count;  // of one part, where there are no counts
   float *mean, *var, *inv_std, *running_mean, *running_var;
   float eps, momentum;
+};
+
+// The steps of one call. The combination overwrites the statistics.
+struct BatchNormTrainFwd {
+  BatchNorm stats;
+  BatchNormCombine combine;
+  BatchNorm fwd;
+};
+struct BatchNormTrainBwd {
+  BatchNorm reduce, bwd;
 };
 
 namespace batch_norm {
@@ -161,15 +186,30 @@ inline TensorView param(const TensorView& t, const TensorView& other, const Batc
   return t;
 }
 
+// weight?, bias?
+inline void check_params(Args& args, BatchNorm& p) {
+  const TensorView weight = param(args.optional_tensor(), TensorView(), p);
+  const TensorView bias = param(args.optional_tensor(), weight, p);
+  const bool is_fp32 = (weight || bias) && (weight ? weight : bias).dtype() == DType::kFloat32;
+  p.params = {weight.data(), bias.data(), is_fp32};
+}
+
 // z?, mean, inv_std, weight?, bias?
 inline void check_operands(Args& args, BatchNorm& p) {
   p.z = like(args.optional_tensor(), p);
   p.mean = channel(args.tensor(), p.c);
   p.inv_std = channel(args.tensor(), p.c);
-  const TensorView weight = param(args.optional_tensor(), TensorView(), p);
-  const TensorView bias = param(args.optional_tensor(), weight, p);
-  const bool is_fp32 = (weight || bias) && (weight ? weight : bias).dtype() == DType::kFloat32;
-  p.params = {weight.data(), bias.data(), is_fp32};
+  check_params(args, p);
+}
+
+// sum_dy, sum_dy_xmu, dweight?, dbias?
+inline void check_sums(Args& args, BatchNorm& p) {
+  for (float*& result : p.results) result = channel(args.tensor(), p.c);
+  const TensorView dweight = param(args.optional_tensor(), TensorView(), p);
+  const TensorView dbias = param(args.optional_tensor(), dweight, p);
+  p.param_grads[0] = dweight.data();
+  p.param_grads[1] = dbias.data();
+  p.param_grads_fp32 = (dweight || dbias) && (dweight ? dweight : dbias).dtype() == DType::kFloat32;
 }
 
 inline void check_workspace(Args& args, BatchNorm& p) {
@@ -223,12 +263,7 @@ inline BatchNorm check_batch_norm_reduce(Args& args) {
   p.dy = batch_norm::data_of(args.tensor(), p).data();
   p.x = batch_norm::like(args.tensor(), p);
   batch_norm::check_operands(args, p);
-  for (float*& result : p.results) result = batch_norm::channel(args.tensor(), p.c);
-  const TensorView dweight = batch_norm::param(args.optional_tensor(), TensorView(), p);
-  const TensorView dbias = batch_norm::param(args.optional_tensor(), dweight, p);
-  p.param_grads[0] = dweight.data();
-  p.param_grads[1] = dbias.data();
-  p.param_grads_fp32 = (dweight || dbias) && (dweight ? dweight : dbias).dtype() == DType::kFloat32;
+  batch_norm::check_sums(args, p);
   batch_norm::check_workspace(args, p);
   p.relu = args.boolean();
   return p;
@@ -259,24 +294,69 @@ inline BatchNorm check_batch_norm_bwd(Args& args) {
   return p;
 }
 
-// One channel of batch_norm_combine.
+inline BatchNormTrainFwd check_batch_norm_train_fwd(Args& args) {
+  BatchNorm p = {};
+  p.x = batch_norm::data_of(args.tensor(), p).data();
+  BatchNormTrainFwd steps = {p, {}, p};
+  BatchNorm &stats = steps.stats, &fwd = steps.fwd;
+  BatchNormCombine& combine = steps.combine;
+  fwd.z = batch_norm::like(args.optional_tensor(), p);
+  batch_norm::check_params(args, fwd);
+  // The biased variance is in the place of inv_std until that is computed from it.
+  for (float*& result : stats.results) result = batch_norm::channel(args.tensor(), p.c);
+  fwd.mean = combine.means = combine.mean = stats.results[0];
+  fwd.inv_std = combine.vars = combine.inv_std = stats.results[1];
+  combine.running_mean = batch_norm::channel(args.optional_tensor(), p.c);
+  combine.running_var = batch_norm::channel(args.optional_tensor(), p.c);
+  fwd.y = batch_norm::like(args.tensor(), p);
+  batch_norm::check_workspace(args, stats);
+  combine.parts = 1;
+  combine.channels = p.c;
+  combine.count = p.n * p.s;
+  combine.eps = static_cast<float>(args.floating());
+  combine.momentum = static_cast<float>(args.floating());
+  fwd.relu = args.boolean();
+  return steps;
+}
+
+inline BatchNormTrainBwd check_batch_norm_train_bwd(Args& args) {
+  BatchNormTrainBwd steps = {};
+  BatchNorm &p = steps.reduce, &bwd = steps.bwd;
+  p.dy = batch_norm::data_of(args.tensor(), p).data();
+  p.x = batch_norm::like(args.tensor(), p);
+  batch_norm::check_operands(args, p);
+  batch_norm::check_sums(args, p);
+  void* const dx = batch_norm::like(args.tensor(), p);
+  void* const dz = batch_norm::like(args.optional_tensor(), p);
+  batch_norm::check_workspace(args, p);
+  p.relu = args.boolean();
+  bwd = p;
+  bwd.sum_dy = p.results[0];
+  bwd.sum_dy_xmu = p.results[1];
+  bwd.dx = dx;
+  bwd.dz = dz;
+  return steps;
+}
+
+// One channel of batch_norm_combine. Its results may take the place of a single part's.
 APEX_TE_HD void combine_channel(const BatchNormCombine& p, int64_t channel) {
   double total = 0.0, mean = 0.0, squares = 0.0;
   for (int64_t i = 0; i < p.parts; ++i) {
-    const double count = p.counts[i];
+    const auto count = static_cast<double>(p.counts ? p.counts[i] : p.count);
     if (count <= 0.0) continue;
     total += count;
     mean += count * p.means[i * p.channels + channel];
   }
   if (total > 0.0) mean /= total;
   for (int64_t i = 0; i < p.parts; ++i) {
-    const double count = p.counts[i], apart = p.means[i * p.channels + channel] - mean;
+    const auto count = static_cast<double>(p.counts ? p.counts[i] : p.count);
+    const double apart = p.means[i * p.channels + channel] - mean;
     if (count > 0.0) squares += count * (p.vars[i * p.channels + channel] + apart * apart);
   }
   const double biased = total > 0.0 ? squares / total : 0.0;
   const double var = total > 0.0 ? squares / (total - 1.0) : 0.0;
   p.mean[channel] = static_cast<float>(mean);
-  p.var[channel] = static_cast<float>(var);
+  if (p.var) p.var[channel] = static_cast<float>(var);
   p.inv_std[channel] = static_cast<float>(1.0 / sqrt(biased + p.eps));
   if (total <= 0.0) return;
   const double factor = p.momentum;

@@ -50,11 +50,14 @@ struct Place {
 };
 
 __device__ __forceinline__ float inverse_total(const BatchNorm& p) {
-  if (!p.counts) return 0.0f;
   long long total = 0;
-  for (int64_t i = threadIdx.x % 32; i < p.ranks; i += 32) total += p.counts[i];
+  if (p.counts) {
+    for (int64_t i = threadIdx.x % 32; i < p.ranks; i += 32) total += p.counts[i];
 #pragma unroll
-  for (int lane = 16; lane > 0; lane /= 2) total += __shfl_xor_sync(0xFFFFFFFFu, total, lane);
+    for (int lane = 16; lane > 0; lane /= 2) total += __shfl_xor_sync(0xFFFFFFFFu, total, lane);
+  } else {
+    total = p.n * p.s;
+  }
   return total > 0 ? static_cast<float>(1.0 / static_cast<double>(total)) : 0.0f;
 }
 
@@ -353,9 +356,11 @@ __device__ __forceinline__ double add_ways(double value, int channels, double* s
   return shared[threadIdx.x % channels];
 }
 
-// Results of `channels` channels, a power of two, from what the lines left.
+// Results of `channels` channels, a power of two, from what the lines left. Statistics are combined
+// if they are those of all.
 template <bool kStats>
-__global__ void __launch_bounds__(kThreads) finish_kernel(const BatchNorm p, int channels) {
+__global__ void __launch_bounds__(kThreads)
+    finish_kernel(const BatchNorm p, const BatchNormCombine combine, int channels) {
   __shared__ double shared[kThreads];
   const BatchNormSplit& split = p.split;
   const int64_t channel = int64_t{blockIdx.x} * channels + threadIdx.x % channels;
@@ -370,6 +375,7 @@ __global__ void __launch_bounds__(kThreads) finish_kernel(const BatchNorm p, int
       body(line, at[0], at[split.width]);
     }
   };
+  let_next_kernel_start();
   wait_for_previous_kernel();
   double first = 0.0, second = 0.0;
   if (kStats) {
@@ -397,7 +403,10 @@ __global__ void __launch_bounds__(kThreads) finish_kernel(const BatchNorm p, int
   if (way != 0 || channel >= p.c) return;
   p.results[0][channel] = static_cast<float>(first);
   p.results[1][channel] = static_cast<float>(second);
-  if (kStats) return;
+  if (kStats) {
+    if (combine.parts > 0) combine_channel(combine, channel);
+    return;
+  }
   const float grads[2] = {static_cast<float>(second * p.inv_std[channel]),
                           static_cast<float>(first)};
 #pragma unroll
@@ -452,6 +461,7 @@ __global__ void __launch_bounds__(kThreads, kBwd ? 2 : 3)
     }
   };
   if (left > 0) load_rows();
+  wait_for_previous_kernel();
   channels.fill<T>(p, place, lanes, cols, inv_total);
   if (!is_used) return;
   float mean[kVec], scale[kVec], shift[kVec], mean_dy[kVec], slope[kVec];
@@ -519,6 +529,7 @@ __global__ void __launch_bounds__(kThreads)
       if (kBwd) dy[k] = read_vec(p.dy);
       if (reads_z) z[k] = read_vec(p.z);
     }
+    wait_for_previous_kernel();
 #pragma unroll
     for (int k = 0; k < kFlatBatch; ++k, at += kThreads * kVec) {
       const int64_t n = numel - at;
@@ -578,7 +589,8 @@ void launch_reduction_of(const BatchNorm& p, const char* name, cudaStream_t stre
 }
 
 template <bool kStats, bool kRelu>
-void launch_reduction(const BatchNorm& p, const char* name, cudaStream_t stream) {
+void launch_reduction(const BatchNorm& p, const BatchNormCombine& combine, const char* name,
+                      cudaStream_t stream) {
   if (p.c == 0) return;
   if (p.numel() > 0) {
     const bool aligned = are_aligned(p) && (p.split.by_columns ? p.split.width : p.s) % kVec == 0;
@@ -593,11 +605,18 @@ void launch_reduction(const BatchNorm& p, const char* name, cudaStream_t stream)
   const int channels = p.split.by_columns && p.s > 1 ? 1 : 32;
   const int64_t blocks = (p.c + channels - 1) / channels;
   if (blocks > 0x7FFFFFFF) fail(kApexTeUnsupported, "%s: too many channels", name);
-  launch_dependent(finish_kernel<kStats>, blocks, kThreads, stream, p, channels);
+  launch_dependent(finish_kernel<kStats>, blocks, kThreads, stream, p, combine, channels);
 }
 
 template <typename T, bool kBwd>
-void launch_elements_of(const BatchNorm& p, const char* name, cudaStream_t stream) {
+void launch_elements_of(const BatchNorm& p, bool after_finish, const char* name,
+                        cudaStream_t stream) {
+  const auto launch = [&](auto kernel, dim3 grid, auto... args) {
+    if (after_finish)
+      launch_dependent_grid(kernel, grid, kThreads, 0, stream, p, args...);
+    else
+      kernel<<<grid, kThreads, 0, stream>>>(p, args...);
+  };
   const bool aligned = are_aligned(p);
   const Columns columns(p.n, p.c * p.s);
   const bool by_columns = p.s == 1 || (p.s % kVec != 0 && p.n >= 32);
@@ -608,22 +627,24 @@ void launch_elements_of(const BatchNorm& p, const char* name, cudaStream_t strea
     const int64_t block_rows = (steps + blocks - 1) / blocks * step;
     const dim3 grid = grid_of((columns.rows + block_rows - 1) / block_rows, columns.tiles, name);
     const auto kernel = p.relu ? columns_kernel<T, kBwd, true> : columns_kernel<T, kBwd, false>;
-    kernel<<<grid, kThreads, 0, stream>>>(p, columns.lanes, columns.rows, columns.cols, block_rows);
+    launch(kernel, grid, columns.lanes, columns.rows, columns.cols, block_rows);
   } else {
     const int64_t of_block = int64_t{kThreads} * kFlatVectors * kVec;
     const int64_t blocks = (p.numel() + of_block - 1) / of_block;
     if (blocks > 0x7FFFFFFF) fail(kApexTeUnsupported, "%s: too many elements", name);
     const auto kernel = p.s % kVec == 0 ? flat_kernel<T, kBwd, true> : flat_kernel<T, kBwd, false>;
-    kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(p, p.numel(), aligned);
+    launch(kernel, dim3(static_cast<unsigned>(blocks)), p.numel(), aligned);
   }
   check_cuda(cudaGetLastError(), name);
 }
 
+// after_finish: the kernel before it in the stream is that of launch_reduction.
 template <bool kBwd>
-void launch_elements(const BatchNorm& p, const char* name, cudaStream_t stream) {
+void launch_elements(const BatchNorm& p, bool after_finish, const char* name, cudaStream_t stream) {
   if (p.numel() == 0) return;
-  with_dtype(p.dtype,
-             [&](auto zero) { launch_elements_of<decltype(zero), kBwd>(p, name, stream); });
+  with_dtype(p.dtype, [&](auto zero) {
+    launch_elements_of<decltype(zero), kBwd>(p, after_finish, name, stream);
+  });
 }
 
 }  // namespace batch_norm
