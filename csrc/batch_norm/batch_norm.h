@@ -295,27 +295,30 @@ inline BatchNorm check_batch_norm_bwd(Args& args) {
 }
 
 inline BatchNormTrainFwd check_batch_norm_train_fwd(Args& args) {
-  BatchNorm p = {};
-  p.x = batch_norm::data_of(args.tensor(), p).data();
-  BatchNormTrainFwd steps = {p, {}, p};
-  BatchNorm &stats = steps.stats, &fwd = steps.fwd;
+  BatchNormTrainFwd steps = {};
+  BatchNorm& p = steps.fwd;
   BatchNormCombine& combine = steps.combine;
-  fwd.z = batch_norm::like(args.optional_tensor(), p);
-  batch_norm::check_params(args, fwd);
+  p.x = batch_norm::data_of(args.tensor(), p).data();
+  p.z = batch_norm::like(args.optional_tensor(), p);
+  batch_norm::check_params(args, p);
   // The biased variance is in the place of inv_std until that is computed from it.
-  for (float*& result : stats.results) result = batch_norm::channel(args.tensor(), p.c);
-  fwd.mean = combine.means = combine.mean = stats.results[0];
-  fwd.inv_std = combine.vars = combine.inv_std = stats.results[1];
+  for (float*& result : p.results) result = batch_norm::channel(args.tensor(), p.c);
+  p.mean = combine.means = combine.mean = p.results[0];
+  p.inv_std = combine.vars = combine.inv_std = p.results[1];
   combine.running_mean = batch_norm::channel(args.optional_tensor(), p.c);
   combine.running_var = batch_norm::channel(args.optional_tensor(), p.c);
-  fwd.y = batch_norm::like(args.tensor(), p);
-  batch_norm::check_workspace(args, stats);
+  p.y = batch_norm::like(args.tensor(), p);
+  batch_norm::check_workspace(args, p);
   combine.parts = 1;
   combine.channels = p.c;
   combine.count = p.n * p.s;
   combine.eps = static_cast<float>(args.floating());
   combine.momentum = static_cast<float>(args.floating());
-  fwd.relu = args.boolean();
+  p.relu = args.boolean();
+  steps.stats = p;
+  steps.stats.z = nullptr;
+  steps.stats.y = nullptr;
+  steps.stats.relu = false;
   return steps;
 }
 
@@ -338,34 +341,60 @@ inline BatchNormTrainBwd check_batch_norm_train_bwd(Args& args) {
   return steps;
 }
 
-// One channel of batch_norm_combine. Its results may take the place of a single part's.
-APEX_TE_HD void combine_channel(const BatchNormCombine& p, int64_t channel) {
+// A channel's statistics of one part or, with var and inv_std, of all.
+struct BatchNormPart {
+  double count;
+  float mean, var;
+};
+struct BatchNormCombined {
+  double total, mean, var;
+  float inv_std;
+};
+
+// part_of(i): the i-th part.
+template <typename PartOf>
+APEX_TE_HD BatchNormCombined combine_parts(int64_t parts, float eps, const PartOf& part_of) {
   double total = 0.0, mean = 0.0, squares = 0.0;
-  for (int64_t i = 0; i < p.parts; ++i) {
-    const auto count = static_cast<double>(p.counts ? p.counts[i] : p.count);
-    if (count <= 0.0) continue;
-    total += count;
-    mean += count * p.means[i * p.channels + channel];
+  for (int64_t i = 0; i < parts; ++i) {
+    const BatchNormPart part = part_of(i);
+    if (part.count <= 0.0) continue;
+    total += part.count;
+    mean += part.count * part.mean;
   }
   if (total > 0.0) mean /= total;
-  for (int64_t i = 0; i < p.parts; ++i) {
-    const auto count = static_cast<double>(p.counts ? p.counts[i] : p.count);
-    const double apart = p.means[i * p.channels + channel] - mean;
-    if (count > 0.0) squares += count * (p.vars[i * p.channels + channel] + apart * apart);
+  for (int64_t i = 0; i < parts; ++i) {
+    const BatchNormPart part = part_of(i);
+    const double apart = part.mean - mean;
+    if (part.count > 0.0) squares += part.count * (part.var + apart * apart);
   }
   const double biased = total > 0.0 ? squares / total : 0.0;
   const double var = total > 0.0 ? squares / (total - 1.0) : 0.0;
-  p.mean[channel] = static_cast<float>(mean);
-  if (p.var) p.var[channel] = static_cast<float>(var);
-  p.inv_std[channel] = static_cast<float>(1.0 / sqrt(biased + p.eps));
-  if (total <= 0.0) return;
+  return {total, mean, var, static_cast<float>(1.0 / sqrt(biased + eps))};
+}
+
+APEX_TE_HD void store_combined(const BatchNormCombine& p, int64_t channel,
+                               const BatchNormCombined& all) {
+  p.mean[channel] = static_cast<float>(all.mean);
+  if (p.var) p.var[channel] = static_cast<float>(all.var);
+  p.inv_std[channel] = all.inv_std;
+  if (all.total <= 0.0) return;
   const double factor = p.momentum;
   if (p.running_mean)
     p.running_mean[channel] =
-        static_cast<float>((1.0 - factor) * p.running_mean[channel] + factor * mean);
+        static_cast<float>((1.0 - factor) * p.running_mean[channel] + factor * all.mean);
   if (p.running_var)
     p.running_var[channel] =
-        static_cast<float>((1.0 - factor) * p.running_var[channel] + factor * var);
+        static_cast<float>((1.0 - factor) * p.running_var[channel] + factor * all.var);
+}
+
+// One channel of batch_norm_combine. Its results may take the place of a single part's.
+APEX_TE_HD void combine_channel(const BatchNormCombine& p, int64_t channel) {
+  const auto part_of = [&](int64_t i) {
+    const auto count = static_cast<double>(p.counts ? p.counts[i] : p.count);
+    return BatchNormPart{count, p.means[i * p.channels + channel],
+                         p.vars[i * p.channels + channel]};
+  };
+  store_combined(p, channel, combine_parts(p.parts, p.eps, part_of));
 }
 
 // What the elements of a channel are computed with: xhat * weight = (x - mean) * scale, and
@@ -399,17 +428,26 @@ APEX_TE_HD float batch_norm_param(const BatchNormParams& p, const void* values, 
                    : to_float(static_cast<const T*>(values)[channel]);
 }
 
-// inv_total: 1 / sum of the counts, for backward.
+template <typename T>
+APEX_TE_HD BatchNormChannel batch_norm_channel_of(const BatchNormParams& params, int64_t channel,
+                                                  float mean, float inv_std) {
+  return {mean, inv_std * batch_norm_param<T>(params, params.weight, channel, 1.0f),
+          batch_norm_param<T>(params, params.bias, channel, 0.0f), 0.0f, 0.0f};
+}
+
+// inv_total: 1 / sum of the counts.
+APEX_TE_HD void set_sums(BatchNormChannel& at, float sum_dy, float sum_dy_xmu, float inv_std,
+                         float inv_total) {
+  at.mean_dy = sum_dy * inv_total;
+  at.slope = sum_dy_xmu * inv_total * inv_std * inv_std;
+}
+
 template <typename T>
 APEX_TE_HD BatchNormChannel batch_norm_channel(const BatchNorm& p, int64_t channel,
                                                float inv_total) {
   const float inv_std = p.inv_std[channel];
-  BatchNormChannel at;
-  at.mean = p.mean[channel];
-  at.scale = inv_std * batch_norm_param<T>(p.params, p.params.weight, channel, 1.0f);
-  at.shift = batch_norm_param<T>(p.params, p.params.bias, channel, 0.0f);
-  at.mean_dy = p.sum_dy ? p.sum_dy[channel] * inv_total : 0.0f;
-  at.slope = p.sum_dy ? p.sum_dy_xmu[channel] * inv_total * inv_std * inv_std : 0.0f;
+  auto at = batch_norm_channel_of<T>(p.params, channel, p.mean[channel], inv_std);
+  if (p.sum_dy) set_sums(at, p.sum_dy[channel], p.sum_dy_xmu[channel], inv_std, inv_total);
   return at;
 }
 

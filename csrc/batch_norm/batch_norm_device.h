@@ -157,6 +157,57 @@ __device__ __forceinline__ void mask(const Vec8<T>& z, bool has_z, const float* 
   }
 }
 
+// Adds a row's elements to a thread's sums.
+template <bool kStats>
+__device__ __forceinline__ void add_row(const float* x, const float* dy, const float* mean,
+                                        float* first, float* second) {
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) {
+    const float apart = x[i] - mean[i], factor = kStats ? apart : dy[i];
+    first[i] += factor;
+    second[i] = fmaf(factor, apart, second[i]);
+  }
+}
+
+// Rows of a line that each of its groups of threads has: group, group + groups, ...
+struct GroupRows {
+  int each, more;
+
+  __device__ GroupRows(int num_rows, int groups)
+      : each(num_rows / groups), more(num_rows % groups) {}
+  __device__ int operator[](int group) const { return each + (group < more); }
+};
+
+// Sums of `count` rows around `mean` become mean, as its distance from `from`, and sum of squares.
+__device__ __forceinline__ void leave_statistics(int count, const float* mean, const float* from,
+                                                 float* first, float* second) {
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) {
+    const Part part = statistics_of(count, mean[i], first[i], second[i], from[i]);
+    first[i] = static_cast<float>(part.first);
+    second[i] = static_cast<float>(part.second);
+  }
+}
+
+// What a line leaves of a column, from what its groups left, `step` values apart.
+template <bool kStats>
+__device__ __forceinline__ float2 merge_groups(const float* first, const float* second, int step,
+                                               int groups, int num_rows) {
+  const GroupRows rows(num_rows, groups);
+  double sum = 0.0, of_second = 0.0;
+  for (int g = 0; g < groups; ++g) {
+    const float part = first[g * step];
+    sum += kStats ? static_cast<double>(rows[g]) * part : part;
+  }
+  if (kStats) sum /= num_rows;
+  for (int g = 0; g < groups; ++g) {
+    const double apart = first[g * step] - sum;
+    of_second += second[g * step];
+    if (kStats) of_second += static_cast<double>(rows[g]) * apart * apart;
+  }
+  return make_float2(static_cast<float>(sum), static_cast<float>(of_second));
+}
+
 // A block's lines of the reduction of a matrix.
 template <typename T, bool kStats, bool kRelu, bool kAligned>
 __global__ void __launch_bounds__(kThreads, 2) reduce_columns_kernel(const BatchNorm p, int lanes) {
@@ -211,29 +262,18 @@ __global__ void __launch_bounds__(kThreads, 2) reduce_columns_kernel(const Batch
         unpack(rows.dy[k], dy);
         mask<kRelu>(rows.z[kRelu ? k : 0], p.z != nullptr, x, mean, scale, shift, dy);
       }
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) {
-        const float apart = x[i] - mean[i], factor = kStats ? apart : dy[i];
-        first[i] += factor;
-        second[i] = fmaf(factor, apart, second[i]);
-      }
+      add_row<kStats>(x, dy, mean, first, second);
     }
     at += kCount * step;
     left -= kCount * place.groups;
     if (left > 0) rows.template load_from<kAligned>(p, at, step, left, place.groups, n);
   }
   let_next_kernel_start();
-  const int each = num_rows / place.groups, more = num_rows % place.groups;
   if (kStats && place.group < place.groups) {
     float from[kVec];
     read(channels.mean, place.lane, from);
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) {
-      const int count = each + (place.group < more);
-      const Part part = statistics_of(count, mean[i], first[i], second[i], from[i]);
-      first[i] = static_cast<float>(part.first);
-      second[i] = static_cast<float>(part.second);
-    }
+    const int count = GroupRows(num_rows, place.groups)[place.group];
+    leave_statistics(count, mean, from, first, second);
   }
 #pragma unroll
   for (int i = 0; i < kVec; ++i) {
@@ -243,20 +283,11 @@ __global__ void __launch_bounds__(kThreads, 2) reduce_columns_kernel(const Batch
   __syncthreads();
   const int width = lanes * kVec;
   if (threadIdx.x >= width || place.first + threadIdx.x >= cols) return;
-  double sum = 0.0, of_second = 0.0;
-  for (int g = 0; g < place.groups; ++g) {
-    const float part = parts[0][g * width + threadIdx.x];
-    sum += kStats ? static_cast<double>(each + (g < more)) * part : part;
-  }
-  if (kStats) sum /= num_rows;
-  for (int g = 0; g < place.groups; ++g) {
-    const double apart = parts[0][g * width + threadIdx.x] - sum;
-    of_second += parts[1][g * width + threadIdx.x];
-    if (kStats) of_second += static_cast<double>(each + (g < more)) * apart * apart;
-  }
+  const float2 merged = merge_groups<kStats>(parts[0] + threadIdx.x, parts[1] + threadIdx.x, width,
+                                             place.groups, num_rows);
   float* out = p.workspace + line * 2 * cols + place.first + threadIdx.x;
-  out[0] = static_cast<float>(sum);
-  out[cols] = static_cast<float>(of_second);
+  out[0] = merged.x;
+  out[cols] = merged.y;
 }
 
 // A block's line of the vectors of one channel.
@@ -348,7 +379,7 @@ __global__ void __launch_bounds__(kThreads) reduce_rows_kernel(const BatchNorm p
 __device__ __forceinline__ double add_ways(double value, int channels, double* shared) {
   __syncthreads();
   shared[threadIdx.x] = value;
-  for (int half = kThreads / 2; half >= channels; half /= 2) {
+  for (int half = static_cast<int>(blockDim.x) / 2; half >= channels; half /= 2) {
     __syncthreads();
     if (threadIdx.x < half) shared[threadIdx.x] += shared[threadIdx.x + half];
   }
@@ -356,59 +387,64 @@ __device__ __forceinline__ double add_ways(double value, int channels, double* s
   return shared[threadIdx.x % channels];
 }
 
-// Results of `channels` channels, a power of two, from what the lines left. Statistics are combined
-// if they are those of all.
-template <bool kStats>
-__global__ void __launch_bounds__(kThreads)
-    finish_kernel(const BatchNorm p, const BatchNormCombine combine, int channels) {
-  __shared__ double shared[kThreads];
+// Threads that add what the lines left of a channel, of which they left s columns or one.
+APEX_TE_HD int finish_ways(const BatchNormSplit& split) {
+  return split.by_columns && split.s > 1 ? 64 : 32;
+}
+
+// Calls done(channel, mean, biased variance), or with the sums, in one thread for each channel from
+// `begin` to `end` - 1. All threads of the block; `shared` has a value for each.
+template <bool kStats, typename Done>
+__device__ __forceinline__ void finish_channels(const BatchNorm& p, int64_t begin, int64_t end,
+                                                double* shared, const Done& done) {
   const BatchNormSplit& split = p.split;
-  const int64_t channel = int64_t{blockIdx.x} * channels + threadIdx.x % channels;
-  const int way = threadIdx.x / channels, ways = kThreads / channels;
+  const int ways = finish_ways(split), channels = static_cast<int>(blockDim.x) / ways;
+  const int way = threadIdx.x / channels;
   const int64_t columns = split.by_columns ? p.s : 1;
-  const int64_t parts = channel < p.c && p.n > 0 ? split.lines * columns : 0;
-  const auto each = [&](const auto& body) {
+  for (int64_t channel = begin + threadIdx.x % channels; channel - threadIdx.x % channels < end;
+       channel += channels) {
+    const int64_t parts = channel < end && p.n > 0 ? split.lines * columns : 0;
+    const auto each = [&](const auto& body) {
 #pragma unroll 4
-    for (int64_t i = way; i < parts; i += ways) {
-      const int64_t line = columns == 1 ? i : i / columns, column = i - line * columns;
-      const float* at = p.workspace + line * 2 * split.width + channel * columns + column;
-      body(line, at[0], at[split.width]);
+      for (int64_t i = way; i < parts; i += ways) {
+        const int64_t line = columns == 1 ? i : i / columns, column = i - line * columns;
+        const float* at = p.workspace + line * 2 * split.width + channel * columns + column;
+        body(line, at[0], at[split.width]);
+      }
+    };
+    double first = 0.0, second = 0.0;
+    if (kStats) {
+      double count = 0.0;
+      each([&](int64_t line, float mean, float) {
+        const auto n = static_cast<double>(split.count(line));
+        count += n;
+        first += n * mean;
+      });
+      count = add_ways(count, channels, shared);
+      first = add_ways(first, channels, shared) / (count > 0.0 ? count : 1.0);
+      each([&](int64_t line, float mean, float squares) {
+        const double apart = mean - first;
+        second += squares + static_cast<double>(split.count(line)) * apart * apart;
+      });
+      second = add_ways(second, channels, shared) / (count > 0.0 ? count : 1.0);
+      if (channel < end) first += batch_norm_pivot(p, channel);
+    } else {
+      each([&](int64_t, float sum, float of_products) {
+        first += sum;
+        second += of_products;
+      });
+      first = add_ways(first, channels, shared);
+      second = add_ways(second, channels, shared);
     }
-  };
-  let_next_kernel_start();
-  wait_for_previous_kernel();
-  double first = 0.0, second = 0.0;
-  if (kStats) {
-    double count = 0.0;
-    each([&](int64_t line, float mean, float) {
-      const auto n = static_cast<double>(split.count(line));
-      count += n;
-      first += n * mean;
-    });
-    count = add_ways(count, channels, shared);
-    first = add_ways(first, channels, shared) / (count > 0.0 ? count : 1.0);
-    each([&](int64_t line, float mean, float squares) {
-      second += squares + static_cast<double>(split.count(line)) * (mean - first) * (mean - first);
-    });
-    second = add_ways(second, channels, shared) / (count > 0.0 ? count : 1.0);
-    if (channel < p.c) first += batch_norm_pivot(p, channel);
-  } else {
-    each([&](int64_t, float sum, float of_products) {
-      first += sum;
-      second += of_products;
-    });
-    first = add_ways(first, channels, shared);
-    second = add_ways(second, channels, shared);
+    if (way == 0 && channel < end)
+      done(channel, static_cast<float>(first), static_cast<float>(second), second);
   }
-  if (way != 0 || channel >= p.c) return;
-  p.results[0][channel] = static_cast<float>(first);
-  p.results[1][channel] = static_cast<float>(second);
-  if (kStats) {
-    if (combine.parts > 0) combine_channel(combine, channel);
-    return;
-  }
-  const float grads[2] = {static_cast<float>(second * p.inv_std[channel]),
-                          static_cast<float>(first)};
+}
+
+// Gradients of weight and bias from a channel's sums.
+__device__ __forceinline__ void store_param_grads(const BatchNorm& p, int64_t channel, float sum_dy,
+                                                  double sum_dy_xmu) {
+  const float grads[2] = {static_cast<float>(sum_dy_xmu * p.inv_std[channel]), sum_dy};
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     if (!p.param_grads[i]) continue;
@@ -419,6 +455,34 @@ __global__ void __launch_bounds__(kThreads)
     else
       static_cast<BFloat16*>(p.param_grads[i])[channel] = from_float<BFloat16>(grads[i]);
   }
+}
+
+// Combines a channel's statistics, which are those of all.
+__device__ __forceinline__ BatchNormCombined combined_alone(const BatchNormCombine& p, float mean,
+                                                            float var) {
+  const BatchNormPart part{static_cast<double>(p.count), mean, var};
+  return combine_parts(1, p.eps, [&](int64_t) { return part; });
+}
+
+// Results from what the lines left. Statistics are combined if they are those of all.
+template <bool kStats>
+__global__ void __launch_bounds__(kThreads)
+    finish_kernel(const BatchNorm p, const BatchNormCombine combine, int channels) {
+  __shared__ double shared[kThreads];
+  const int64_t begin = int64_t{blockIdx.x} * channels;
+  let_next_kernel_start();
+  wait_for_previous_kernel();
+  finish_channels<kStats>(p, begin, begin + channels < p.c ? begin + channels : p.c, shared,
+                          [&](int64_t channel, float first, float second, double exact_second) {
+                            if (kStats && combine.parts > 0) {
+                              store_combined(combine, channel,
+                                             combined_alone(combine, first, second));
+                              return;
+                            }
+                            p.results[0][channel] = first;
+                            p.results[1][channel] = second;
+                            if (!kStats) store_param_grads(p, channel, first, exact_second);
+                          });
 }
 
 // One vector of results at `at`, of which n elements exist.
@@ -432,6 +496,28 @@ __device__ __forceinline__ void store(const float* values, void* data, int64_t a
     store_vec(out, v);
   else
     store_partial(out, v, n);
+}
+
+// Elements to their results, for columns with these values.
+template <bool kRelu, typename T>
+__device__ __forceinline__ void normalize(const Vec8<T>& z, bool has_z, const float* mean,
+                                          const float* scale, const float* shift, float* values) {
+  float residual[kVec] = {};
+  if (has_z) unpack(z, residual);
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) {
+    values[i] = (values[i] - mean[i]) * scale[i] + shift[i] + residual[i];
+    if (kRelu) values[i] = relu_of(values[i]);
+  }
+}
+
+// Elements to their gradients.
+__device__ __forceinline__ void differentiate(const float* grads, const float* mean,
+                                              const float* scale, const float* mean_dy,
+                                              const float* slope, float* values) {
+#pragma unroll
+  for (int i = 0; i < kVec; ++i)
+    values[i] = (grads[i] - mean_dy[i] - (values[i] - mean[i]) * slope[i]) * scale[i];
 }
 
 // Elements of a matrix of rows of whole vectors.
@@ -483,18 +569,10 @@ __global__ void __launch_bounds__(kThreads, kBwd ? 2 : 3)
         mask<kRelu>(z[k], p.z != nullptr, values, mean, scale, shift, grads);
         if (p.dz) store<T>(grads, p.dz, at, kVec, true);
         if (!p.dx) continue;
-#pragma unroll
-        for (int i = 0; i < kVec; ++i)
-          values[i] = (grads[i] - mean_dy[i] - (values[i] - mean[i]) * slope[i]) * scale[i];
+        differentiate(grads, mean, scale, mean_dy, slope, values);
         store<T>(values, p.dx, at, kVec, true);
       } else {
-        float residual[kVec] = {};
-        if (p.z) unpack(z[k], residual);
-#pragma unroll
-        for (int i = 0; i < kVec; ++i) {
-          values[i] = (values[i] - mean[i]) * scale[i] + shift[i] + residual[i];
-          if (kRelu) values[i] = relu_of(values[i]);
-        }
+        normalize<kRelu>(z[k], p.z != nullptr, mean, scale, shift, values);
         store<T>(values, p.y, at, kVec, true);
       }
     }
@@ -602,7 +680,7 @@ void launch_reduction(const BatchNorm& p, const BatchNormCombine& combine, const
         launch_reduction_of<T, kStats, kRelu, false>(p, name, stream);
     });
   }
-  const int channels = p.split.by_columns && p.s > 1 ? 1 : 32;
+  const int channels = kThreads / finish_ways(p.split);
   const int64_t blocks = (p.c + channels - 1) / channels;
   if (blocks > 0x7FFFFFFF) fail(kApexTeUnsupported, "%s: too many channels", name);
   launch_dependent(finish_kernel<kStats>, blocks, kThreads, stream, p, combine, channels);
