@@ -520,22 +520,43 @@ __device__ __forceinline__ void differentiate(const float* grads, const float* m
     values[i] = (grads[i] - mean_dy[i] - (values[i] - mean[i]) * slope[i]) * scale[i];
 }
 
+// Rows of blocks of elements: in order or, after a reduction of `lines` lines, the last rows of all
+// lines first, which L2 still has.
+struct ElementRows {
+  int64_t rows, block_rows;
+  int64_t lines, line_rows, of_line;  // lines of 0 for blocks in order; blocks of a line
+
+  __host__ __device__ int64_t blocks() const {
+    return lines > 0 ? lines * of_line : (rows + block_rows - 1) / block_rows;
+  }
+  __device__ int64_t begin(int64_t block) const {
+    if (lines == 0) return block * block_rows;
+    const int64_t turn = block / lines;
+    return (block - turn * lines) * line_rows + (of_line - 1 - turn) * block_rows;
+  }
+  __device__ int64_t end(int64_t block) const {
+    const int64_t next = begin(block) + block_rows;
+    const int64_t last = lines > 0 ? (block % lines + 1) * line_rows : rows;
+    return min64(next, min64(last, rows));
+  }
+  __device__ static int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
+};
+
 // Elements of a matrix of rows of whole vectors.
 template <typename T, bool kBwd, bool kRelu>
 __global__ void __launch_bounds__(kThreads, kBwd ? 2 : 3)
-    columns_kernel(const BatchNorm p, int lanes, int64_t num_rows, int64_t cols,
-                   int64_t block_rows) {
+    columns_kernel(const BatchNorm p, int lanes, int64_t cols, const ElementRows element_rows) {
   constexpr int kCount = kBatch<T, false>;
   __shared__ Channels channels;
   const Place place(lanes);
-  const int64_t begin = block_row() * block_rows;
-  if (begin >= num_rows) return;
+  if (block_row() >= element_rows.blocks()) return;
+  const int64_t begin = element_rows.begin(block_row()), end = element_rows.end(block_row());
+  if (begin >= end) return;
   const bool is_used = place.has_columns(cols);
   const float inv_total = kBwd ? inverse_total(p) : 0.0f;
   const int64_t step = place.groups * cols;
   int64_t at = (begin + place.group) * cols + place.col;
-  const int64_t rows = num_rows - begin < block_rows ? num_rows - begin : block_rows;
-  int left = is_used ? static_cast<int>(rows) - place.group : 0;
+  int left = is_used ? static_cast<int>(end - begin) - place.group : 0;
   Vec8<T> x[kCount], dy[kCount], z[kCount];
   const auto load_rows = [&] {
 #pragma unroll
@@ -580,13 +601,15 @@ __global__ void __launch_bounds__(kThreads, kBwd ? 2 : 3)
   }
 }
 
-// Elements in order of memory. kWhole: no vector has elements of two channels.
+// Elements in order of memory, or the last blocks first. kWhole: no vector has elements of two
+// channels.
 template <typename T, bool kBwd, bool kWhole>
 __global__ void __launch_bounds__(kThreads)
-    flat_kernel(const BatchNorm p, int64_t numel, bool is_aligned) {
+    flat_kernel(const BatchNorm p, int64_t numel, bool is_aligned, bool last_first) {
   const float inv_total = kBwd ? inverse_total(p) : 0.0f;
   const bool reads_z = p.z && (!kBwd || p.relu);
-  int64_t at = (int64_t{blockIdx.x} * kFlatVectors * kThreads + threadIdx.x) * kVec;
+  const int64_t block = last_first ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+  int64_t at = (block * kFlatVectors * kThreads + threadIdx.x) * kVec;
   int64_t offset = at % p.s, channel = at / p.s % p.c;
   const int64_t channel_step = kThreads * kVec / p.s;
   const int64_t offset_step = kThreads * kVec - channel_step * p.s;
@@ -702,16 +725,23 @@ void launch_elements_of(const BatchNorm& p, bool after_finish, const char* name,
     const int64_t step = kThreads / columns.lanes * kBatch<T, false>;
     const int64_t steps = (columns.rows + step - 1) / step;
     const int64_t blocks = std::max<int64_t>(kElementBlocks / columns.tiles, 1);
-    const int64_t block_rows = (steps + blocks - 1) / blocks * step;
-    const dim3 grid = grid_of((columns.rows + block_rows - 1) / block_rows, columns.tiles, name);
+    ElementRows rows = {columns.rows, (steps + blocks - 1) / blocks * step};
+    if (after_finish) {
+      rows.lines = p.split.lines;
+      rows.line_rows = p.split.chunk;
+      const int64_t wanted = std::max<int64_t>(blocks / rows.lines, 1);
+      rows.block_rows = ((rows.line_rows + wanted - 1) / wanted + step - 1) / step * step;
+      rows.of_line = (rows.line_rows + rows.block_rows - 1) / rows.block_rows;
+    }
+    const dim3 grid = grid_of(rows.blocks(), columns.tiles, name);
     const auto kernel = p.relu ? columns_kernel<T, kBwd, true> : columns_kernel<T, kBwd, false>;
-    launch(kernel, grid, columns.lanes, columns.rows, columns.cols, block_rows);
+    launch(kernel, grid, columns.lanes, columns.cols, rows);
   } else {
     const int64_t of_block = int64_t{kThreads} * kFlatVectors * kVec;
     const int64_t blocks = (p.numel() + of_block - 1) / of_block;
     if (blocks > 0x7FFFFFFF) fail(kApexTeUnsupported, "%s: too many elements", name);
     const auto kernel = p.s % kVec == 0 ? flat_kernel<T, kBwd, true> : flat_kernel<T, kBwd, false>;
-    launch(kernel, dim3(static_cast<unsigned>(blocks)), p.numel(), aligned);
+    launch(kernel, dim3(static_cast<unsigned>(blocks)), p.numel(), aligned, after_finish);
   }
   check_cuda(cudaGetLastError(), name);
 }
