@@ -290,6 +290,29 @@ __global__ void __launch_bounds__(kThreads, 2) reduce_columns_kernel(const Batch
   out[cols] = merged.y;
 }
 
+// Leaves what a block's threads have of a line of one channel: `count` elements each, and their
+// sums, of statistics around `mean`.
+template <bool kStats>
+__device__ __forceinline__ void leave_vectors(const BatchNorm& p, int64_t channel, int64_t line,
+                                              int64_t count, float mean, const float* first,
+                                              const float* second, Part* parts) {
+  Part part{static_cast<double>(count), 0.0, 0.0};
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) part.first += first[i], part.second += second[i];
+  if (kStats)
+    part = statistics_of(part.count, mean, part.first, part.second, batch_norm_pivot(p, channel));
+  parts[threadIdx.x] = part;
+  for (int half = kThreads / 2; half > 0; half /= 2) {
+    __syncthreads();
+    if (threadIdx.x < half)
+      parts[threadIdx.x] = merge<kStats>(parts[threadIdx.x], parts[threadIdx.x + half]);
+  }
+  if (threadIdx.x != 0) return;
+  float* out = p.workspace + line * 2 * p.split.width + channel;
+  out[0] = static_cast<float>(parts[0].first);
+  out[p.split.width] = static_cast<float>(parts[0].second);
+}
+
 // A block's line of the vectors of one channel.
 template <typename T, bool kStats, bool kRelu, bool kAligned>
 __global__ void __launch_bounds__(kThreads) reduce_rows_kernel(const BatchNorm p) {
@@ -357,22 +380,7 @@ __global__ void __launch_bounds__(kThreads) reduce_rows_kernel(const BatchNorm p
     }
   }
   let_next_kernel_start();
-  Part part{static_cast<double>(count), 0.0, 0.0};
-#pragma unroll
-  for (int i = 0; i < kVec; ++i) part.first += first[i], part.second += second[i];
-  if (kStats)
-    part =
-        statistics_of(part.count, mean[0], part.first, part.second, batch_norm_pivot(p, channel));
-  parts[threadIdx.x] = part;
-  for (int half = kThreads / 2; half > 0; half /= 2) {
-    __syncthreads();
-    if (threadIdx.x < half)
-      parts[threadIdx.x] = merge<kStats>(parts[threadIdx.x], parts[threadIdx.x + half]);
-  }
-  if (threadIdx.x != 0) return;
-  float* out = p.workspace + line * 2 * p.split.width + channel;
-  out[0] = static_cast<float>(parts[0].first);
-  out[p.split.width] = static_cast<float>(parts[0].second);
+  leave_vectors<kStats>(p, channel, line, count, mean[0], first, second, parts);
 }
 
 // Adds the values of a channel's threads, `ways` apart by `channels`, for all of them.
