@@ -18,6 +18,7 @@ constexpr int kTile = static_cast<int>(kBatchNormTile);
 constexpr int kElementBlocks = 792;  // of rows of elements: two turns of a GPU's blocks
 constexpr int kFlatVectors = 8;      // of a thread that has elements in order of memory
 constexpr int kFlatBatch = 4;        // of these, whose loads come first
+constexpr int kFinishBatch = 4;      // parts of a channel whose loads come first
 
 // Rows of a thread whose loads come first: 128 bytes of statistics, 64 of each other tensor.
 template <typename T, bool kStats>
@@ -413,11 +414,24 @@ __device__ __forceinline__ void finish_channels(const BatchNorm& p, int64_t begi
        channel += channels) {
     const int64_t parts = channel < end && p.n > 0 ? split.lines * columns : 0;
     const auto each = [&](const auto& body) {
-#pragma unroll 4
-      for (int64_t i = way; i < parts; i += ways) {
-        const int64_t line = columns == 1 ? i : i / columns, column = i - line * columns;
-        const float* at = p.workspace + line * 2 * split.width + channel * columns + column;
-        body(line, at[0], at[split.width]);
+      for (int64_t i = way; i < parts; i += kFinishBatch * ways) {
+        int64_t line[kFinishBatch];
+        float values[2][kFinishBatch];
+#pragma unroll
+        for (int k = 0; k < kFinishBatch; ++k) {
+          const int64_t part = i + k * ways;
+          if (part >= parts) break;
+          line[k] = columns == 1 ? part : part / columns;
+          const int64_t column = part - line[k] * columns;
+          const float* at = p.workspace + line[k] * 2 * split.width + channel * columns + column;
+          values[0][k] = at[0];
+          values[1][k] = at[split.width];
+        }
+#pragma unroll
+        for (int k = 0; k < kFinishBatch; ++k) {
+          if (i + k * ways >= parts) break;
+          body(line[k], values[0][k], values[1][k]);
+        }
       }
     };
     double first = 0.0, second = 0.0;
