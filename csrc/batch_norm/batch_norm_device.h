@@ -15,10 +15,12 @@ namespace batch_norm {
 
 constexpr int kThreads = 256;
 constexpr int kTile = static_cast<int>(kBatchNormTile);
-constexpr int kElementBlocks = 792;  // of rows of elements: two turns of a GPU's blocks
-constexpr int kFlatVectors = 8;      // of a thread that has elements in order of memory
-constexpr int kFlatBatch = 4;        // of these, whose loads come first
-constexpr int kFinishBatch = 4;      // parts of a channel whose loads come first
+constexpr int kElementBlocks = 792;  // of rows of elements at least: two turns of a GPU's blocks
+constexpr int kElementVectors = 16;  // of a thread that has rows of elements, at most
+constexpr int64_t kReusedBytes = int64_t{1} << 28;  // of x; of more, L2 has too little left
+constexpr int kFlatVectors = 8;  // of a thread that has elements in order of memory
+constexpr int kFlatBatch = 4;    // of these, whose loads come first
+constexpr int kFinishBatch = 4;  // parts of a channel whose loads come first
 
 // Rows of a thread whose loads come first: 128 bytes of statistics, 64 of each other tensor.
 template <typename T, bool kStats>
@@ -747,12 +749,15 @@ void launch_elements_of(const BatchNorm& p, bool after_finish, const char* name,
     const int64_t step = kThreads / columns.lanes * kBatch<T, false>;
     const int64_t steps = (columns.rows + step - 1) / step;
     const int64_t blocks = std::max<int64_t>(kElementBlocks / columns.tiles, 1);
-    ElementRows rows = {columns.rows, (steps + blocks - 1) / blocks * step};
-    if (after_finish) {
+    // Blocks that run at once have neighbouring rows, which DRAM reads and writes faster.
+    const int64_t most_rows = kElementVectors / kBatch<T, false> * step;
+    ElementRows rows = {columns.rows, std::min((steps + blocks - 1) / blocks * step, most_rows)};
+    if (after_finish && p.numel() * static_cast<int64_t>(sizeof(T)) <= kReusedBytes) {
       rows.lines = p.split.lines;
       rows.line_rows = p.split.chunk;
       const int64_t wanted = std::max<int64_t>(blocks / rows.lines, 1);
       rows.block_rows = ((rows.line_rows + wanted - 1) / wanted + step - 1) / step * step;
+      rows.block_rows = std::min(rows.block_rows, most_rows);
       rows.of_line = (rows.line_rows + rows.block_rows - 1) / rows.block_rows;
     }
     const dim3 grid = grid_of(rows.blocks(), columns.tiles, name);
