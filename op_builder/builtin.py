@@ -26,8 +26,8 @@ _TEXTS = {
     "amax_scale_update": "the update, which computes the next step's scales from amax histories",
     "attention_sink": "softmax sinks from attention's log-sum-exp, and their gradient",
     "batch_norm": (
-        "batch normalisation: statistics, their combination, forward with residual and ReLU, and "
-        "the gradients"
+        "batch normalisation, whole and in steps: statistics, their combination, forward with "
+        "residual and ReLU, and the gradients"
     ),
     "bias_dropout_add": "bias addition, dropout and residual addition in one pass",
     "bias_gelu": "GeLU of a sum with a bias, and of its gradients, also with FP8 output",

@@ -1,4 +1,4 @@
-"""Batch normalisation in steps, between which ranks may combine statistics and sums."""
+"""Batch normalisation whole, and in steps, between which ranks may combine statistics and sums."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ _combine = bind("batch_norm", "batch_norm_combine")
 _fwd = bind("batch_norm", "batch_norm_fwd")
 _reduce = bind("batch_norm", "batch_norm_reduce")
 _bwd = bind("batch_norm", "batch_norm_bwd")
+_train_fwd = bind("batch_norm", "batch_norm_train_fwd")
+_train_bwd = bind("batch_norm", "batch_norm_train_bwd")
 
 
 class BatchNormStatistics(NamedTuple):
@@ -44,6 +46,117 @@ class BatchNormSums(NamedTuple):
     sum_dy_xmu: torch.Tensor
     dweight: torch.Tensor | None
     dbias: torch.Tensor | None
+
+
+class BatchNormGradients(NamedTuple):
+    """Gradients of the arguments of a batch normalisation.
+
+    Attributes:
+        dx: gradient of ``x``.
+        dz: gradient of ``z``, or None.
+        dweight: gradient of the weight, or None.
+        dbias: gradient of the bias, or None.
+    """
+
+    dx: torch.Tensor
+    dz: torch.Tensor | None
+    dweight: torch.Tensor | None
+    dbias: torch.Tensor | None
+
+
+@checked
+def batch_norm_train_fwd(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    z: torch.Tensor | None = None,
+    relu: bool = False,
+    running_mean: torch.Tensor | None = None,
+    running_var: torch.Tensor | None = None,
+    momentum: float = 0.1,
+    channels_last: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Normalises a batch by its own statistics, in one call.
+
+    The results are bitwise those of ``batch_norm_stats``, ``batch_norm_combine`` of one part and
+    ``batch_norm_fwd``.
+
+    Args:
+        x: float32, float16 or bfloat16, [n, c, ...], or [..., c] with ``channels_last``.
+        weight, bias: [c], both in the dtype of ``x`` or both float32; None for 1 and 0.
+        eps: added to the variance.
+        z: residual in the shape and dtype of ``x``; None adds nothing.
+        relu: True to apply a ReLU at the end.
+        running_mean: float32 [c], overwritten by ``(1 - momentum) * running_mean + momentum *
+            mean``; unchanged if ``x`` has no elements.
+        running_var: float32 [c], updated in the same way with the unbiased variance.
+        momentum: weight of the new statistics in the running ones.
+        channels_last: True if the channels are the last dimension.
+
+    Returns:
+        (y, mean, inv_std): the result in ``x``'s shape, dtype and memory order; mean and
+        1 / sqrt(biased variance + eps) of each channel, float32 [c].
+
+    Raises:
+        TypeError: a tensor has another dtype than those above.
+        ValueError: a shape does not match.
+    """
+    layout = _Layout("batch_norm_train_fwd", x, channels_last)
+    data, residual, y = layout.data, layout.like("z", z), torch.empty_like(layout.data)
+    mean, inv_std = (data.new_empty(data.shape[1], dtype=torch.float32) for _ in range(2))
+    _train_fwd(
+        data, residual, *_dense(weight, bias), mean, inv_std, running_mean, running_var, y,
+        layout.workspace(), float(eps), float(momentum), relu,
+    )  # fmt: skip
+    note_written(running_mean, running_var)
+    return layout.restored(y), mean, inv_std
+
+
+@checked
+def batch_norm_train_bwd(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    mean: torch.Tensor,
+    inv_std: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    z: torch.Tensor | None = None,
+    relu: bool = False,
+    with_dz: bool = False,
+    channels_last: bool = False,
+) -> BatchNormGradients:
+    """Computes the gradients of ``batch_norm_train_fwd``, in one call.
+
+    They are bitwise those of ``batch_norm_reduce`` and ``batch_norm_bwd`` of one part.
+
+    Args:
+        dy: gradient of the output, in the shape and dtype of ``x``.
+        x: float32, float16 or bfloat16, [n, c, ...], or [..., c] with ``channels_last``.
+        mean, inv_std: float32 [c], as ``batch_norm_train_fwd`` returned them.
+        weight, bias, z, relu, channels_last: as passed to ``batch_norm_train_fwd``.
+        with_dz: also return the gradient of ``z``.
+
+    Returns:
+        The gradients: of ``x`` and ``z`` in the shape and dtype of ``x``; of a weight or bias that
+        is given in its dtype.
+
+    Raises:
+        TypeError: a tensor has another dtype than those above.
+        ValueError: a shape does not match.
+    """
+    layout = _Layout("batch_norm_train_bwd", x, channels_last)
+    data, grad, residual = layout.data, layout.like("dy", dy), layout.like("z", z)
+    dx = torch.empty_like(data)
+    dz = torch.empty_like(data) if with_dz else None
+    operands = _dense(mean, inv_std, weight, bias)
+    sums = [data.new_empty(data.shape[1], dtype=torch.float32) for _ in range(2)]
+    grads = [None if t is None else torch.empty_like(t) for t in operands[2:]]
+    _train_bwd(grad, data, residual, *operands, *sums, *grads, dx, dz, layout.workspace(), relu)
+    restored = layout.restored(dx), None if dz is None else layout.restored(dz)
+    return BatchNormGradients(*restored, *grads)
 
 
 @checked

@@ -15,7 +15,7 @@ import torch
 from apex_te._version import __version__ as __version__
 from apex_te.ops.batch_norm import batch_norm_fwd
 
-from ._batch_norm import GroupStatistics, group_gradients, group_statistics, neighbours
+from ._batch_norm import GroupStatistics, group_forward, group_gradients, neighbours
 
 __all__ = [
     "bn_addrelu_bwd_nhwc",
@@ -307,25 +307,24 @@ def _forward(
     _check(op, x, scale)
     group = neighbours(f"bnp.{op}: bn_group", int(bn_group))
     data = _nhwc(x, x, scale)
-    stats = group_statistics(
-        data, group, float(eps), running_mean, running_var, float(momentum), channels_last=True
-    )
+    y, stats = group_forward(
+        data, scale, bias, group, float(eps), running_mean, running_var, float(momentum),
+        z=None if z is None else _nhwc(z, x, scale), relu=bool(relu), channels_last=True,
+    )  # fmt: skip
     mean.copy_(stats.mean)
     inv_std.copy_(stats.inv_std)
     magic.add_(1).remainder_(256)
-    return _normalised(x, z, scale, bias, stats.mean, stats.inv_std, relu)
+    return _like(y, x, scale)
 
 
 def _evaluate(op, x, z, scale, bias, running_mean, running_var, eps, relu) -> Tensor:
     _check(op, x, scale)
     inv_std = (running_var + float(eps)).rsqrt()
-    return _normalised(x, z, scale, bias, running_mean, inv_std, relu)
-
-
-def _normalised(x, z, scale, bias, mean, inv_std, relu) -> Tensor:
     z = None if z is None else _nhwc(z, x, scale)
-    data = _nhwc(x, x, scale)
-    y = batch_norm_fwd(data, mean, inv_std, scale, bias, z=z, relu=bool(relu), channels_last=True)
+    y = batch_norm_fwd(
+        _nhwc(x, x, scale), running_mean, inv_std, scale, bias, z=z, relu=bool(relu),
+        channels_last=True,
+    )  # fmt: skip
     return _like(y, x, scale)
 
 
@@ -335,7 +334,9 @@ def _backward(op, x, dy, scale, bias, mean, inv_std, relu, bn_group, magic) -> A
     data = _nhwc(x, x, scale)
     count = data.numel() // max(len(scale), 1)
     # The ranks of a group have batches of one size, as in apex.
-    counts = torch.full((int(bn_group),), count, dtype=torch.int32, device=x.device)
+    counts = None
+    if group is not None:
+        counts = torch.full((int(bn_group),), count, dtype=torch.int32, device=x.device)
     grads = group_gradients(
         _nhwc(dy, x, scale), data, GroupStatistics(mean, inv_std, counts), scale, bias, group,
         relu=bool(relu), channels_last=True,

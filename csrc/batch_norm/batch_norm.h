@@ -44,6 +44,20 @@ APEX_TE_FUNCTION(batch_norm_bwd,
                  "sum_dy_xmu: f32[c]?dx, counts: i32[w]?dx, dx: T[n c s]!?, dz: T[n c s]!?, "
                  "relu: bool; whole w")
 
+// batch_norm_stats, batch_norm_combine of this part alone and batch_norm_fwd, with their bits.
+APEX_TE_FUNCTION(batch_norm_train_fwd,
+                 "x: T[n c s], z: T[n c s]?, weight: W=T|f32[c]?, bias: W=T|f32[c]?, "
+                 "mean: f32[c]!, inv_std: f32[c]!, running_mean: f32[c]!!?, "
+                 "running_var: f32[c]!!?, y: T[n c s]!, workspace: f32[batch_norm_floats(n c s)]!, "
+                 "eps: float, momentum: float, relu: bool; whole n s")
+
+// batch_norm_reduce and batch_norm_bwd of this part alone, with their bits.
+APEX_TE_FUNCTION(batch_norm_train_bwd,
+                 "dy: T[n c s], x: T[n c s], z: T[n c s]?, mean: f32[c], inv_std: f32[c], "
+                 "weight: W=T|f32[c]?, bias: W=T|f32[c]?, sum_dy: f32[c]!, sum_dy_xmu: f32[c]!, "
+                 "dweight: W=T|f32[c]!?, dbias: W=T|f32[c]!?, dx: T[n c s]!, dz: T[n c s]!?, "
+                 "workspace: f32[batch_norm_floats(n c s)]!, relu: bool; whole n s")
+
 namespace apex_te {
 
 constexpr int64_t kBatchNormTile = 256;  // columns that a task or a block has
@@ -108,7 +122,7 @@ struct BatchNorm {
   bool relu;
   void *y, *dx, *dz;
   const float *sum_dy, *sum_dy_xmu;  // that backward reads
-  const int32_t* counts;
+  const int32_t* counts;             // null: the elements here are all
   int64_t ranks;
   BatchNormSplit split;
   float* results[2];     // of a reduction: mean and var, or the sums
@@ -123,8 +137,19 @@ struct BatchNormCombine {
   int64_t parts, channels;
   const float *means, *vars;
   const int32_t* counts;
+  int64_t count;  // of one part, where there are no counts
   float *mean, *var, *inv_std, *running_mean, *running_var;
   float eps, momentum;
+};
+
+// The steps of one call. The combination overwrites the statistics.
+struct BatchNormTrainFwd {
+  BatchNorm stats;
+  BatchNormCombine combine;
+  BatchNorm fwd;
+};
+struct BatchNormTrainBwd {
+  BatchNorm reduce, bwd;
 };
 
 namespace batch_norm {
@@ -161,15 +186,30 @@ inline TensorView param(const TensorView& t, const TensorView& other, const Batc
   return t;
 }
 
+// weight?, bias?
+inline void check_params(Args& args, BatchNorm& p) {
+  const TensorView weight = param(args.optional_tensor(), TensorView(), p);
+  const TensorView bias = param(args.optional_tensor(), weight, p);
+  const bool is_fp32 = (weight || bias) && (weight ? weight : bias).dtype() == DType::kFloat32;
+  p.params = {weight.data(), bias.data(), is_fp32};
+}
+
 // z?, mean, inv_std, weight?, bias?
 inline void check_operands(Args& args, BatchNorm& p) {
   p.z = like(args.optional_tensor(), p);
   p.mean = channel(args.tensor(), p.c);
   p.inv_std = channel(args.tensor(), p.c);
-  const TensorView weight = param(args.optional_tensor(), TensorView(), p);
-  const TensorView bias = param(args.optional_tensor(), weight, p);
-  const bool is_fp32 = (weight || bias) && (weight ? weight : bias).dtype() == DType::kFloat32;
-  p.params = {weight.data(), bias.data(), is_fp32};
+  check_params(args, p);
+}
+
+// sum_dy, sum_dy_xmu, dweight?, dbias?
+inline void check_sums(Args& args, BatchNorm& p) {
+  for (float*& result : p.results) result = channel(args.tensor(), p.c);
+  const TensorView dweight = param(args.optional_tensor(), TensorView(), p);
+  const TensorView dbias = param(args.optional_tensor(), dweight, p);
+  p.param_grads[0] = dweight.data();
+  p.param_grads[1] = dbias.data();
+  p.param_grads_fp32 = (dweight || dbias) && (dweight ? dweight : dbias).dtype() == DType::kFloat32;
 }
 
 inline void check_workspace(Args& args, BatchNorm& p) {
@@ -223,12 +263,7 @@ inline BatchNorm check_batch_norm_reduce(Args& args) {
   p.dy = batch_norm::data_of(args.tensor(), p).data();
   p.x = batch_norm::like(args.tensor(), p);
   batch_norm::check_operands(args, p);
-  for (float*& result : p.results) result = batch_norm::channel(args.tensor(), p.c);
-  const TensorView dweight = batch_norm::param(args.optional_tensor(), TensorView(), p);
-  const TensorView dbias = batch_norm::param(args.optional_tensor(), dweight, p);
-  p.param_grads[0] = dweight.data();
-  p.param_grads[1] = dbias.data();
-  p.param_grads_fp32 = (dweight || dbias) && (dweight ? dweight : dbias).dtype() == DType::kFloat32;
+  batch_norm::check_sums(args, p);
   batch_norm::check_workspace(args, p);
   p.relu = args.boolean();
   return p;
@@ -259,33 +294,107 @@ inline BatchNorm check_batch_norm_bwd(Args& args) {
   return p;
 }
 
-// One channel of batch_norm_combine.
-APEX_TE_HD void combine_channel(const BatchNormCombine& p, int64_t channel) {
+inline BatchNormTrainFwd check_batch_norm_train_fwd(Args& args) {
+  BatchNormTrainFwd steps = {};
+  BatchNorm& p = steps.fwd;
+  BatchNormCombine& combine = steps.combine;
+  p.x = batch_norm::data_of(args.tensor(), p).data();
+  p.z = batch_norm::like(args.optional_tensor(), p);
+  batch_norm::check_params(args, p);
+  // The biased variance is in the place of inv_std until that is computed from it.
+  for (float*& result : p.results) result = batch_norm::channel(args.tensor(), p.c);
+  p.mean = combine.means = combine.mean = p.results[0];
+  p.inv_std = combine.vars = combine.inv_std = p.results[1];
+  combine.running_mean = batch_norm::channel(args.optional_tensor(), p.c);
+  combine.running_var = batch_norm::channel(args.optional_tensor(), p.c);
+  p.y = batch_norm::like(args.tensor(), p);
+  batch_norm::check_workspace(args, p);
+  combine.parts = 1;
+  combine.channels = p.c;
+  combine.count = p.n * p.s;
+  combine.eps = static_cast<float>(args.floating());
+  combine.momentum = static_cast<float>(args.floating());
+  p.relu = args.boolean();
+  steps.stats = p;
+  steps.stats.z = nullptr;
+  steps.stats.y = nullptr;
+  steps.stats.relu = false;
+  return steps;
+}
+
+inline BatchNormTrainBwd check_batch_norm_train_bwd(Args& args) {
+  BatchNormTrainBwd steps = {};
+  BatchNorm &p = steps.reduce, &bwd = steps.bwd;
+  p.dy = batch_norm::data_of(args.tensor(), p).data();
+  p.x = batch_norm::like(args.tensor(), p);
+  batch_norm::check_operands(args, p);
+  batch_norm::check_sums(args, p);
+  void* const dx = batch_norm::like(args.tensor(), p);
+  void* const dz = batch_norm::like(args.optional_tensor(), p);
+  batch_norm::check_workspace(args, p);
+  p.relu = args.boolean();
+  bwd = p;
+  bwd.sum_dy = p.results[0];
+  bwd.sum_dy_xmu = p.results[1];
+  bwd.dx = dx;
+  bwd.dz = dz;
+  return steps;
+}
+
+// A channel's statistics of one part or, with var and inv_std, of all.
+struct BatchNormPart {
+  double count;
+  float mean, var;
+};
+struct BatchNormCombined {
+  double total, mean, var;
+  float inv_std;
+};
+
+// part_of(i): the i-th part.
+template <typename PartOf>
+APEX_TE_HD BatchNormCombined combine_parts(int64_t parts, float eps, const PartOf& part_of) {
   double total = 0.0, mean = 0.0, squares = 0.0;
-  for (int64_t i = 0; i < p.parts; ++i) {
-    const double count = p.counts[i];
-    if (count <= 0.0) continue;
-    total += count;
-    mean += count * p.means[i * p.channels + channel];
+  for (int64_t i = 0; i < parts; ++i) {
+    const BatchNormPart part = part_of(i);
+    if (part.count <= 0.0) continue;
+    total += part.count;
+    mean += part.count * part.mean;
   }
   if (total > 0.0) mean /= total;
-  for (int64_t i = 0; i < p.parts; ++i) {
-    const double count = p.counts[i], apart = p.means[i * p.channels + channel] - mean;
-    if (count > 0.0) squares += count * (p.vars[i * p.channels + channel] + apart * apart);
+  for (int64_t i = 0; i < parts; ++i) {
+    const BatchNormPart part = part_of(i);
+    const double apart = part.mean - mean;
+    if (part.count > 0.0) squares += part.count * (part.var + apart * apart);
   }
   const double biased = total > 0.0 ? squares / total : 0.0;
   const double var = total > 0.0 ? squares / (total - 1.0) : 0.0;
-  p.mean[channel] = static_cast<float>(mean);
-  p.var[channel] = static_cast<float>(var);
-  p.inv_std[channel] = static_cast<float>(1.0 / sqrt(biased + p.eps));
-  if (total <= 0.0) return;
+  return {total, mean, var, static_cast<float>(1.0 / sqrt(biased + eps))};
+}
+
+APEX_TE_HD void store_combined(const BatchNormCombine& p, int64_t channel,
+                               const BatchNormCombined& all) {
+  p.mean[channel] = static_cast<float>(all.mean);
+  if (p.var) p.var[channel] = static_cast<float>(all.var);
+  p.inv_std[channel] = all.inv_std;
+  if (all.total <= 0.0) return;
   const double factor = p.momentum;
   if (p.running_mean)
     p.running_mean[channel] =
-        static_cast<float>((1.0 - factor) * p.running_mean[channel] + factor * mean);
+        static_cast<float>((1.0 - factor) * p.running_mean[channel] + factor * all.mean);
   if (p.running_var)
     p.running_var[channel] =
-        static_cast<float>((1.0 - factor) * p.running_var[channel] + factor * var);
+        static_cast<float>((1.0 - factor) * p.running_var[channel] + factor * all.var);
+}
+
+// One channel of batch_norm_combine. Its results may take the place of a single part's.
+APEX_TE_HD void combine_channel(const BatchNormCombine& p, int64_t channel) {
+  const auto part_of = [&](int64_t i) {
+    const auto count = static_cast<double>(p.counts ? p.counts[i] : p.count);
+    return BatchNormPart{count, p.means[i * p.channels + channel],
+                         p.vars[i * p.channels + channel]};
+  };
+  store_combined(p, channel, combine_parts(p.parts, p.eps, part_of));
 }
 
 // What the elements of a channel are computed with: xhat * weight = (x - mean) * scale, and
@@ -319,17 +428,26 @@ APEX_TE_HD float batch_norm_param(const BatchNormParams& p, const void* values, 
                    : to_float(static_cast<const T*>(values)[channel]);
 }
 
-// inv_total: 1 / sum of the counts, for backward.
+template <typename T>
+APEX_TE_HD BatchNormChannel batch_norm_channel_of(const BatchNormParams& params, int64_t channel,
+                                                  float mean, float inv_std) {
+  return {mean, inv_std * batch_norm_param<T>(params, params.weight, channel, 1.0f),
+          batch_norm_param<T>(params, params.bias, channel, 0.0f), 0.0f, 0.0f};
+}
+
+// inv_total: 1 / sum of the counts.
+APEX_TE_HD void set_sums(BatchNormChannel& at, float sum_dy, float sum_dy_xmu, float inv_std,
+                         float inv_total) {
+  at.mean_dy = sum_dy * inv_total;
+  at.slope = sum_dy_xmu * inv_total * inv_std * inv_std;
+}
+
 template <typename T>
 APEX_TE_HD BatchNormChannel batch_norm_channel(const BatchNorm& p, int64_t channel,
                                                float inv_total) {
   const float inv_std = p.inv_std[channel];
-  BatchNormChannel at;
-  at.mean = p.mean[channel];
-  at.scale = inv_std * batch_norm_param<T>(p.params, p.params.weight, channel, 1.0f);
-  at.shift = batch_norm_param<T>(p.params, p.params.bias, channel, 0.0f);
-  at.mean_dy = p.sum_dy ? p.sum_dy[channel] * inv_total : 0.0f;
-  at.slope = p.sum_dy ? p.sum_dy_xmu[channel] * inv_total * inv_std * inv_std : 0.0f;
+  auto at = batch_norm_channel_of<T>(p.params, channel, p.mean[channel], inv_std);
+  if (p.sum_dy) set_sums(at, p.sum_dy[channel], p.sum_dy_xmu[channel], inv_std, inv_total);
   return at;
 }
 

@@ -181,7 +181,7 @@ void run_elements(const BatchNorm& p, const RowDType& dtype, int64_t at, int64_t
 void run_batch_norm(const BatchNorm& p) {
   if (p.numel() == 0) return;
   const RowDType dtype(p.dtype);
-  double total = 0.0;
+  double total = p.counts ? 0.0 : static_cast<double>(p.n * p.s);
   for (int64_t i = 0; i < p.ranks; ++i) total += p.counts[i];
   const float inv_total = total > 0.0 ? static_cast<float>(1.0 / total) : 0.0f;
   const bool is_short = p.s < kShortRow;
@@ -203,12 +203,8 @@ void run_batch_norm(const BatchNorm& p) {
   });
 }
 
-}  // namespace
-}  // namespace apex_te
-
-APEX_TE_DEFINE(batch_norm_stats) {
-  using namespace apex_te;
-  const BatchNorm p = check_batch_norm_stats(args);
+// Mean and biased variance of each channel.
+void run_stats(const BatchNorm& p) {
   reduce(p);
   parallel_for(p.c, [&](int64_t channel) {
     double total = 0.0, mean = 0.0, squares = 0.0;
@@ -225,17 +221,12 @@ APEX_TE_DEFINE(batch_norm_stats) {
   });
 }
 
-APEX_TE_DEFINE(batch_norm_combine) {
-  using namespace apex_te;
-  const BatchNormCombine p = check_batch_norm_combine(args);
+void run_combine(const BatchNormCombine& p) {
   for (int64_t channel = 0; channel < p.channels; ++channel) combine_channel(p, channel);
 }
 
-APEX_TE_DEFINE(batch_norm_fwd) { apex_te::run_batch_norm(apex_te::check_batch_norm_fwd(args)); }
-
-APEX_TE_DEFINE(batch_norm_reduce) {
-  using namespace apex_te;
-  const BatchNorm p = check_batch_norm_reduce(args);
+// Sums of each channel, and gradients of weight and bias.
+void run_sums(const BatchNorm& p) {
   reduce(p);
   const RowDType params(p.param_grads_fp32 ? DType::kFloat32 : p.dtype);
   parallel_for(p.c, [&](int64_t channel) {
@@ -252,4 +243,32 @@ APEX_TE_DEFINE(batch_norm_reduce) {
   });
 }
 
+}  // namespace
+}  // namespace apex_te
+
+APEX_TE_DEFINE(batch_norm_stats) { apex_te::run_stats(apex_te::check_batch_norm_stats(args)); }
+
+APEX_TE_DEFINE(batch_norm_combine) {
+  apex_te::run_combine(apex_te::check_batch_norm_combine(args));
+}
+
+APEX_TE_DEFINE(batch_norm_fwd) { apex_te::run_batch_norm(apex_te::check_batch_norm_fwd(args)); }
+
+APEX_TE_DEFINE(batch_norm_reduce) { apex_te::run_sums(apex_te::check_batch_norm_reduce(args)); }
+
 APEX_TE_DEFINE(batch_norm_bwd) { apex_te::run_batch_norm(apex_te::check_batch_norm_bwd(args)); }
+
+APEX_TE_DEFINE(batch_norm_train_fwd) {
+  using namespace apex_te;
+  const BatchNormTrainFwd steps = check_batch_norm_train_fwd(args);
+  run_stats(steps.stats);
+  run_combine(steps.combine);
+  run_batch_norm(steps.fwd);
+}
+
+APEX_TE_DEFINE(batch_norm_train_bwd) {
+  using namespace apex_te;
+  const BatchNormTrainBwd steps = check_batch_norm_train_bwd(args);
+  run_sums(steps.reduce);
+  run_batch_norm(steps.bwd);
+}

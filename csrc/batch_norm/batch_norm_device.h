@@ -15,9 +15,12 @@ namespace batch_norm {
 
 constexpr int kThreads = 256;
 constexpr int kTile = static_cast<int>(kBatchNormTile);
-constexpr int kElementBlocks = 792;  // of rows of elements: two turns of a GPU's blocks
-constexpr int kFlatVectors = 8;      // of a thread that has elements in order of memory
-constexpr int kFlatBatch = 4;        // of these, whose loads come first
+constexpr int kElementBlocks = 792;  // of rows of elements at least: two turns of a GPU's blocks
+constexpr int kElementVectors = 16;  // of a thread that has rows of elements, at most
+constexpr int64_t kReusedBytes = int64_t{1} << 28;  // of x; of more, L2 has too little left
+constexpr int kFlatVectors = 8;  // of a thread that has elements in order of memory
+constexpr int kFlatBatch = 4;    // of these, whose loads come first
+constexpr int kFinishBatch = 4;  // parts of a channel whose loads come first
 
 // Rows of a thread whose loads come first: 128 bytes of statistics, 64 of each other tensor.
 template <typename T, bool kStats>
@@ -50,11 +53,14 @@ struct Place {
 };
 
 __device__ __forceinline__ float inverse_total(const BatchNorm& p) {
-  if (!p.counts) return 0.0f;
   long long total = 0;
-  for (int64_t i = threadIdx.x % 32; i < p.ranks; i += 32) total += p.counts[i];
+  if (p.counts) {
+    for (int64_t i = threadIdx.x % 32; i < p.ranks; i += 32) total += p.counts[i];
 #pragma unroll
-  for (int lane = 16; lane > 0; lane /= 2) total += __shfl_xor_sync(0xFFFFFFFFu, total, lane);
+    for (int lane = 16; lane > 0; lane /= 2) total += __shfl_xor_sync(0xFFFFFFFFu, total, lane);
+  } else {
+    total = p.n * p.s;
+  }
   return total > 0 ? static_cast<float>(1.0 / static_cast<double>(total)) : 0.0f;
 }
 
@@ -154,6 +160,57 @@ __device__ __forceinline__ void mask(const Vec8<T>& z, bool has_z, const float* 
   }
 }
 
+// Adds a row's elements to a thread's sums.
+template <bool kStats>
+__device__ __forceinline__ void add_row(const float* x, const float* dy, const float* mean,
+                                        float* first, float* second) {
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) {
+    const float apart = x[i] - mean[i], factor = kStats ? apart : dy[i];
+    first[i] += factor;
+    second[i] = fmaf(factor, apart, second[i]);
+  }
+}
+
+// Rows of a line that each of its groups of threads has: group, group + groups, ...
+struct GroupRows {
+  int each, more;
+
+  __device__ GroupRows(int num_rows, int groups)
+      : each(num_rows / groups), more(num_rows % groups) {}
+  __device__ int operator[](int group) const { return each + (group < more); }
+};
+
+// Sums of `count` rows around `mean` become mean, as its distance from `from`, and sum of squares.
+__device__ __forceinline__ void leave_statistics(int count, const float* mean, const float* from,
+                                                 float* first, float* second) {
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) {
+    const Part part = statistics_of(count, mean[i], first[i], second[i], from[i]);
+    first[i] = static_cast<float>(part.first);
+    second[i] = static_cast<float>(part.second);
+  }
+}
+
+// What a line leaves of a column, from what its groups left, `step` values apart.
+template <bool kStats>
+__device__ __forceinline__ float2 merge_groups(const float* first, const float* second, int step,
+                                               int groups, int num_rows) {
+  const GroupRows rows(num_rows, groups);
+  double sum = 0.0, of_second = 0.0;
+  for (int g = 0; g < groups; ++g) {
+    const float part = first[g * step];
+    sum += kStats ? static_cast<double>(rows[g]) * part : part;
+  }
+  if (kStats) sum /= num_rows;
+  for (int g = 0; g < groups; ++g) {
+    const double apart = first[g * step] - sum;
+    of_second += second[g * step];
+    if (kStats) of_second += static_cast<double>(rows[g]) * apart * apart;
+  }
+  return make_float2(static_cast<float>(sum), static_cast<float>(of_second));
+}
+
 // A block's lines of the reduction of a matrix.
 template <typename T, bool kStats, bool kRelu, bool kAligned>
 __global__ void __launch_bounds__(kThreads, 2) reduce_columns_kernel(const BatchNorm p, int lanes) {
@@ -208,29 +265,18 @@ __global__ void __launch_bounds__(kThreads, 2) reduce_columns_kernel(const Batch
         unpack(rows.dy[k], dy);
         mask<kRelu>(rows.z[kRelu ? k : 0], p.z != nullptr, x, mean, scale, shift, dy);
       }
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) {
-        const float apart = x[i] - mean[i], factor = kStats ? apart : dy[i];
-        first[i] += factor;
-        second[i] = fmaf(factor, apart, second[i]);
-      }
+      add_row<kStats>(x, dy, mean, first, second);
     }
     at += kCount * step;
     left -= kCount * place.groups;
     if (left > 0) rows.template load_from<kAligned>(p, at, step, left, place.groups, n);
   }
   let_next_kernel_start();
-  const int each = num_rows / place.groups, more = num_rows % place.groups;
   if (kStats && place.group < place.groups) {
     float from[kVec];
     read(channels.mean, place.lane, from);
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) {
-      const int count = each + (place.group < more);
-      const Part part = statistics_of(count, mean[i], first[i], second[i], from[i]);
-      first[i] = static_cast<float>(part.first);
-      second[i] = static_cast<float>(part.second);
-    }
+    const int count = GroupRows(num_rows, place.groups)[place.group];
+    leave_statistics(count, mean, from, first, second);
   }
 #pragma unroll
   for (int i = 0; i < kVec; ++i) {
@@ -240,20 +286,34 @@ __global__ void __launch_bounds__(kThreads, 2) reduce_columns_kernel(const Batch
   __syncthreads();
   const int width = lanes * kVec;
   if (threadIdx.x >= width || place.first + threadIdx.x >= cols) return;
-  double sum = 0.0, of_second = 0.0;
-  for (int g = 0; g < place.groups; ++g) {
-    const float part = parts[0][g * width + threadIdx.x];
-    sum += kStats ? static_cast<double>(each + (g < more)) * part : part;
-  }
-  if (kStats) sum /= num_rows;
-  for (int g = 0; g < place.groups; ++g) {
-    const double apart = parts[0][g * width + threadIdx.x] - sum;
-    of_second += parts[1][g * width + threadIdx.x];
-    if (kStats) of_second += static_cast<double>(each + (g < more)) * apart * apart;
-  }
+  const float2 merged = merge_groups<kStats>(parts[0] + threadIdx.x, parts[1] + threadIdx.x, width,
+                                             place.groups, num_rows);
   float* out = p.workspace + line * 2 * cols + place.first + threadIdx.x;
-  out[0] = static_cast<float>(sum);
-  out[cols] = static_cast<float>(of_second);
+  out[0] = merged.x;
+  out[cols] = merged.y;
+}
+
+// Leaves what a block's threads have of a line of one channel: `count` elements each, and their
+// sums, of statistics around `mean`.
+template <bool kStats>
+__device__ __forceinline__ void leave_vectors(const BatchNorm& p, int64_t channel, int64_t line,
+                                              int64_t count, float mean, const float* first,
+                                              const float* second, Part* parts) {
+  Part part{static_cast<double>(count), 0.0, 0.0};
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) part.first += first[i], part.second += second[i];
+  if (kStats)
+    part = statistics_of(part.count, mean, part.first, part.second, batch_norm_pivot(p, channel));
+  parts[threadIdx.x] = part;
+  for (int half = kThreads / 2; half > 0; half /= 2) {
+    __syncthreads();
+    if (threadIdx.x < half)
+      parts[threadIdx.x] = merge<kStats>(parts[threadIdx.x], parts[threadIdx.x + half]);
+  }
+  if (threadIdx.x != 0) return;
+  float* out = p.workspace + line * 2 * p.split.width + channel;
+  out[0] = static_cast<float>(parts[0].first);
+  out[p.split.width] = static_cast<float>(parts[0].second);
 }
 
 // A block's line of the vectors of one channel.
@@ -323,29 +383,14 @@ __global__ void __launch_bounds__(kThreads) reduce_rows_kernel(const BatchNorm p
     }
   }
   let_next_kernel_start();
-  Part part{static_cast<double>(count), 0.0, 0.0};
-#pragma unroll
-  for (int i = 0; i < kVec; ++i) part.first += first[i], part.second += second[i];
-  if (kStats)
-    part =
-        statistics_of(part.count, mean[0], part.first, part.second, batch_norm_pivot(p, channel));
-  parts[threadIdx.x] = part;
-  for (int half = kThreads / 2; half > 0; half /= 2) {
-    __syncthreads();
-    if (threadIdx.x < half)
-      parts[threadIdx.x] = merge<kStats>(parts[threadIdx.x], parts[threadIdx.x + half]);
-  }
-  if (threadIdx.x != 0) return;
-  float* out = p.workspace + line * 2 * p.split.width + channel;
-  out[0] = static_cast<float>(parts[0].first);
-  out[p.split.width] = static_cast<float>(parts[0].second);
+  leave_vectors<kStats>(p, channel, line, count, mean[0], first, second, parts);
 }
 
 // Adds the values of a channel's threads, `ways` apart by `channels`, for all of them.
 __device__ __forceinline__ double add_ways(double value, int channels, double* shared) {
   __syncthreads();
   shared[threadIdx.x] = value;
-  for (int half = kThreads / 2; half >= channels; half /= 2) {
+  for (int half = static_cast<int>(blockDim.x) / 2; half >= channels; half /= 2) {
     __syncthreads();
     if (threadIdx.x < half) shared[threadIdx.x] += shared[threadIdx.x + half];
   }
@@ -353,53 +398,77 @@ __device__ __forceinline__ double add_ways(double value, int channels, double* s
   return shared[threadIdx.x % channels];
 }
 
-// Results of `channels` channels, a power of two, from what the lines left.
-template <bool kStats>
-__global__ void __launch_bounds__(kThreads) finish_kernel(const BatchNorm p, int channels) {
-  __shared__ double shared[kThreads];
+// Threads that add what the lines left of a channel, of which they left s columns or one.
+APEX_TE_HD int finish_ways(const BatchNormSplit& split) {
+  return split.by_columns && split.s > 1 ? 64 : 32;
+}
+
+// Calls done(channel, mean, biased variance), or with the sums, in one thread for each channel from
+// `begin` to `end` - 1. All threads of the block; `shared` has a value for each.
+template <bool kStats, typename Done>
+__device__ __forceinline__ void finish_channels(const BatchNorm& p, int64_t begin, int64_t end,
+                                                double* shared, const Done& done) {
   const BatchNormSplit& split = p.split;
-  const int64_t channel = int64_t{blockIdx.x} * channels + threadIdx.x % channels;
-  const int way = threadIdx.x / channels, ways = kThreads / channels;
+  const int ways = finish_ways(split), channels = static_cast<int>(blockDim.x) / ways;
+  const int way = threadIdx.x / channels;
   const int64_t columns = split.by_columns ? p.s : 1;
-  const int64_t parts = channel < p.c && p.n > 0 ? split.lines * columns : 0;
-  const auto each = [&](const auto& body) {
-#pragma unroll 4
-    for (int64_t i = way; i < parts; i += ways) {
-      const int64_t line = columns == 1 ? i : i / columns, column = i - line * columns;
-      const float* at = p.workspace + line * 2 * split.width + channel * columns + column;
-      body(line, at[0], at[split.width]);
+  for (int64_t channel = begin + threadIdx.x % channels; channel - threadIdx.x % channels < end;
+       channel += channels) {
+    const int64_t parts = channel < end && p.n > 0 ? split.lines * columns : 0;
+    const auto each = [&](const auto& body) {
+      for (int64_t i = way; i < parts; i += kFinishBatch * ways) {
+        int64_t line[kFinishBatch];
+        float values[2][kFinishBatch];
+#pragma unroll
+        for (int k = 0; k < kFinishBatch; ++k) {
+          const int64_t part = i + k * ways;
+          if (part >= parts) break;
+          line[k] = columns == 1 ? part : part / columns;
+          const int64_t column = part - line[k] * columns;
+          const float* at = p.workspace + line[k] * 2 * split.width + channel * columns + column;
+          values[0][k] = at[0];
+          values[1][k] = at[split.width];
+        }
+#pragma unroll
+        for (int k = 0; k < kFinishBatch; ++k) {
+          if (i + k * ways >= parts) break;
+          body(line[k], values[0][k], values[1][k]);
+        }
+      }
+    };
+    double first = 0.0, second = 0.0;
+    if (kStats) {
+      double count = 0.0;
+      each([&](int64_t line, float mean, float) {
+        const auto n = static_cast<double>(split.count(line));
+        count += n;
+        first += n * mean;
+      });
+      count = add_ways(count, channels, shared);
+      first = add_ways(first, channels, shared) / (count > 0.0 ? count : 1.0);
+      each([&](int64_t line, float mean, float squares) {
+        const double apart = mean - first;
+        second += squares + static_cast<double>(split.count(line)) * apart * apart;
+      });
+      second = add_ways(second, channels, shared) / (count > 0.0 ? count : 1.0);
+      if (channel < end) first += batch_norm_pivot(p, channel);
+    } else {
+      each([&](int64_t, float sum, float of_products) {
+        first += sum;
+        second += of_products;
+      });
+      first = add_ways(first, channels, shared);
+      second = add_ways(second, channels, shared);
     }
-  };
-  wait_for_previous_kernel();
-  double first = 0.0, second = 0.0;
-  if (kStats) {
-    double count = 0.0;
-    each([&](int64_t line, float mean, float) {
-      const auto n = static_cast<double>(split.count(line));
-      count += n;
-      first += n * mean;
-    });
-    count = add_ways(count, channels, shared);
-    first = add_ways(first, channels, shared) / (count > 0.0 ? count : 1.0);
-    each([&](int64_t line, float mean, float squares) {
-      second += squares + static_cast<double>(split.count(line)) * (mean - first) * (mean - first);
-    });
-    second = add_ways(second, channels, shared) / (count > 0.0 ? count : 1.0);
-    if (channel < p.c) first += batch_norm_pivot(p, channel);
-  } else {
-    each([&](int64_t, float sum, float of_products) {
-      first += sum;
-      second += of_products;
-    });
-    first = add_ways(first, channels, shared);
-    second = add_ways(second, channels, shared);
+    if (way == 0 && channel < end)
+      done(channel, static_cast<float>(first), static_cast<float>(second), second);
   }
-  if (way != 0 || channel >= p.c) return;
-  p.results[0][channel] = static_cast<float>(first);
-  p.results[1][channel] = static_cast<float>(second);
-  if (kStats) return;
-  const float grads[2] = {static_cast<float>(second * p.inv_std[channel]),
-                          static_cast<float>(first)};
+}
+
+// Gradients of weight and bias from a channel's sums.
+__device__ __forceinline__ void store_param_grads(const BatchNorm& p, int64_t channel, float sum_dy,
+                                                  double sum_dy_xmu) {
+  const float grads[2] = {static_cast<float>(sum_dy_xmu * p.inv_std[channel]), sum_dy};
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     if (!p.param_grads[i]) continue;
@@ -410,6 +479,34 @@ __global__ void __launch_bounds__(kThreads) finish_kernel(const BatchNorm p, int
     else
       static_cast<BFloat16*>(p.param_grads[i])[channel] = from_float<BFloat16>(grads[i]);
   }
+}
+
+// Combines a channel's statistics, which are those of all.
+__device__ __forceinline__ BatchNormCombined combined_alone(const BatchNormCombine& p, float mean,
+                                                            float var) {
+  const BatchNormPart part{static_cast<double>(p.count), mean, var};
+  return combine_parts(1, p.eps, [&](int64_t) { return part; });
+}
+
+// Results from what the lines left. Statistics are combined if they are those of all.
+template <bool kStats>
+__global__ void __launch_bounds__(kThreads)
+    finish_kernel(const BatchNorm p, const BatchNormCombine combine, int channels) {
+  __shared__ double shared[kThreads];
+  const int64_t begin = int64_t{blockIdx.x} * channels;
+  let_next_kernel_start();
+  wait_for_previous_kernel();
+  finish_channels<kStats>(p, begin, begin + channels < p.c ? begin + channels : p.c, shared,
+                          [&](int64_t channel, float first, float second, double exact_second) {
+                            if (kStats && combine.parts > 0) {
+                              store_combined(combine, channel,
+                                             combined_alone(combine, first, second));
+                              return;
+                            }
+                            p.results[0][channel] = first;
+                            p.results[1][channel] = second;
+                            if (!kStats) store_param_grads(p, channel, first, exact_second);
+                          });
 }
 
 // One vector of results at `at`, of which n elements exist.
@@ -425,22 +522,65 @@ __device__ __forceinline__ void store(const float* values, void* data, int64_t a
     store_partial(out, v, n);
 }
 
+// Elements to their results, for columns with these values.
+template <bool kRelu, typename T>
+__device__ __forceinline__ void normalize(const Vec8<T>& z, bool has_z, const float* mean,
+                                          const float* scale, const float* shift, float* values) {
+  float residual[kVec] = {};
+  if (has_z) unpack(z, residual);
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) {
+    values[i] = (values[i] - mean[i]) * scale[i] + shift[i] + residual[i];
+    if (kRelu) values[i] = relu_of(values[i]);
+  }
+}
+
+// Elements to their gradients.
+__device__ __forceinline__ void differentiate(const float* grads, const float* mean,
+                                              const float* scale, const float* mean_dy,
+                                              const float* slope, float* values) {
+#pragma unroll
+  for (int i = 0; i < kVec; ++i)
+    values[i] = (grads[i] - mean_dy[i] - (values[i] - mean[i]) * slope[i]) * scale[i];
+}
+
+// Rows of blocks of elements: in order or, after a reduction of `lines` lines, the last rows of all
+// lines first, which L2 still has.
+struct ElementRows {
+  int64_t rows, block_rows;
+  int64_t lines, line_rows, of_line;  // lines of 0 for blocks in order; blocks of a line
+
+  __host__ __device__ int64_t blocks() const {
+    return lines > 0 ? lines * of_line : (rows + block_rows - 1) / block_rows;
+  }
+  __device__ int64_t begin(int64_t block) const {
+    if (lines == 0) return block * block_rows;
+    const int64_t turn = block / lines;
+    return (block - turn * lines) * line_rows + (of_line - 1 - turn) * block_rows;
+  }
+  __device__ int64_t end(int64_t block) const {
+    const int64_t next = begin(block) + block_rows;
+    const int64_t last = lines > 0 ? (block % lines + 1) * line_rows : rows;
+    return min64(next, min64(last, rows));
+  }
+  __device__ static int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
+};
+
 // Elements of a matrix of rows of whole vectors.
 template <typename T, bool kBwd, bool kRelu>
 __global__ void __launch_bounds__(kThreads, kBwd ? 2 : 3)
-    columns_kernel(const BatchNorm p, int lanes, int64_t num_rows, int64_t cols,
-                   int64_t block_rows) {
+    columns_kernel(const BatchNorm p, int lanes, int64_t cols, const ElementRows element_rows) {
   constexpr int kCount = kBatch<T, false>;
   __shared__ Channels channels;
   const Place place(lanes);
-  const int64_t begin = block_row() * block_rows;
-  if (begin >= num_rows) return;
+  if (block_row() >= element_rows.blocks()) return;
+  const int64_t begin = element_rows.begin(block_row()), end = element_rows.end(block_row());
+  if (begin >= end) return;
   const bool is_used = place.has_columns(cols);
   const float inv_total = kBwd ? inverse_total(p) : 0.0f;
   const int64_t step = place.groups * cols;
   int64_t at = (begin + place.group) * cols + place.col;
-  const int64_t rows = num_rows - begin < block_rows ? num_rows - begin : block_rows;
-  int left = is_used ? static_cast<int>(rows) - place.group : 0;
+  int left = is_used ? static_cast<int>(end - begin) - place.group : 0;
   Vec8<T> x[kCount], dy[kCount], z[kCount];
   const auto load_rows = [&] {
 #pragma unroll
@@ -452,6 +592,7 @@ __global__ void __launch_bounds__(kThreads, kBwd ? 2 : 3)
     }
   };
   if (left > 0) load_rows();
+  wait_for_previous_kernel();
   channels.fill<T>(p, place, lanes, cols, inv_total);
   if (!is_used) return;
   float mean[kVec], scale[kVec], shift[kVec], mean_dy[kVec], slope[kVec];
@@ -473,18 +614,10 @@ __global__ void __launch_bounds__(kThreads, kBwd ? 2 : 3)
         mask<kRelu>(z[k], p.z != nullptr, values, mean, scale, shift, grads);
         if (p.dz) store<T>(grads, p.dz, at, kVec, true);
         if (!p.dx) continue;
-#pragma unroll
-        for (int i = 0; i < kVec; ++i)
-          values[i] = (grads[i] - mean_dy[i] - (values[i] - mean[i]) * slope[i]) * scale[i];
+        differentiate(grads, mean, scale, mean_dy, slope, values);
         store<T>(values, p.dx, at, kVec, true);
       } else {
-        float residual[kVec] = {};
-        if (p.z) unpack(z[k], residual);
-#pragma unroll
-        for (int i = 0; i < kVec; ++i) {
-          values[i] = (values[i] - mean[i]) * scale[i] + shift[i] + residual[i];
-          if (kRelu) values[i] = relu_of(values[i]);
-        }
+        normalize<kRelu>(z[k], p.z != nullptr, mean, scale, shift, values);
         store<T>(values, p.y, at, kVec, true);
       }
     }
@@ -492,13 +625,15 @@ __global__ void __launch_bounds__(kThreads, kBwd ? 2 : 3)
   }
 }
 
-// Elements in order of memory. kWhole: no vector has elements of two channels.
+// Elements in order of memory, or the last blocks first. kWhole: no vector has elements of two
+// channels.
 template <typename T, bool kBwd, bool kWhole>
 __global__ void __launch_bounds__(kThreads)
-    flat_kernel(const BatchNorm p, int64_t numel, bool is_aligned) {
+    flat_kernel(const BatchNorm p, int64_t numel, bool is_aligned, bool last_first) {
   const float inv_total = kBwd ? inverse_total(p) : 0.0f;
   const bool reads_z = p.z && (!kBwd || p.relu);
-  int64_t at = (int64_t{blockIdx.x} * kFlatVectors * kThreads + threadIdx.x) * kVec;
+  const int64_t block = last_first ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+  int64_t at = (block * kFlatVectors * kThreads + threadIdx.x) * kVec;
   int64_t offset = at % p.s, channel = at / p.s % p.c;
   const int64_t channel_step = kThreads * kVec / p.s;
   const int64_t offset_step = kThreads * kVec - channel_step * p.s;
@@ -519,6 +654,7 @@ __global__ void __launch_bounds__(kThreads)
       if (kBwd) dy[k] = read_vec(p.dy);
       if (reads_z) z[k] = read_vec(p.z);
     }
+    wait_for_previous_kernel();
 #pragma unroll
     for (int k = 0; k < kFlatBatch; ++k, at += kThreads * kVec) {
       const int64_t n = numel - at;
@@ -578,7 +714,8 @@ void launch_reduction_of(const BatchNorm& p, const char* name, cudaStream_t stre
 }
 
 template <bool kStats, bool kRelu>
-void launch_reduction(const BatchNorm& p, const char* name, cudaStream_t stream) {
+void launch_reduction(const BatchNorm& p, const BatchNormCombine& combine, const char* name,
+                      cudaStream_t stream) {
   if (p.c == 0) return;
   if (p.numel() > 0) {
     const bool aligned = are_aligned(p) && (p.split.by_columns ? p.split.width : p.s) % kVec == 0;
@@ -590,14 +727,21 @@ void launch_reduction(const BatchNorm& p, const char* name, cudaStream_t stream)
         launch_reduction_of<T, kStats, kRelu, false>(p, name, stream);
     });
   }
-  const int channels = p.split.by_columns && p.s > 1 ? 1 : 32;
+  const int channels = kThreads / finish_ways(p.split);
   const int64_t blocks = (p.c + channels - 1) / channels;
   if (blocks > 0x7FFFFFFF) fail(kApexTeUnsupported, "%s: too many channels", name);
-  launch_dependent(finish_kernel<kStats>, blocks, kThreads, stream, p, channels);
+  launch_dependent(finish_kernel<kStats>, blocks, kThreads, stream, p, combine, channels);
 }
 
 template <typename T, bool kBwd>
-void launch_elements_of(const BatchNorm& p, const char* name, cudaStream_t stream) {
+void launch_elements_of(const BatchNorm& p, bool after_finish, const char* name,
+                        cudaStream_t stream) {
+  const auto launch = [&](auto kernel, dim3 grid, auto... args) {
+    if (after_finish)
+      launch_dependent_grid(kernel, grid, kThreads, 0, stream, p, args...);
+    else
+      kernel<<<grid, kThreads, 0, stream>>>(p, args...);
+  };
   const bool aligned = are_aligned(p);
   const Columns columns(p.n, p.c * p.s);
   const bool by_columns = p.s == 1 || (p.s % kVec != 0 && p.n >= 32);
@@ -605,25 +749,37 @@ void launch_elements_of(const BatchNorm& p, const char* name, cudaStream_t strea
     const int64_t step = kThreads / columns.lanes * kBatch<T, false>;
     const int64_t steps = (columns.rows + step - 1) / step;
     const int64_t blocks = std::max<int64_t>(kElementBlocks / columns.tiles, 1);
-    const int64_t block_rows = (steps + blocks - 1) / blocks * step;
-    const dim3 grid = grid_of((columns.rows + block_rows - 1) / block_rows, columns.tiles, name);
+    // Blocks that run at once have neighbouring rows, which DRAM reads and writes faster.
+    const int64_t most_rows = kElementVectors / kBatch<T, false> * step;
+    ElementRows rows = {columns.rows, std::min((steps + blocks - 1) / blocks * step, most_rows)};
+    if (after_finish && p.numel() * static_cast<int64_t>(sizeof(T)) <= kReusedBytes) {
+      rows.lines = p.split.lines;
+      rows.line_rows = p.split.chunk;
+      const int64_t wanted = std::max<int64_t>(blocks / rows.lines, 1);
+      rows.block_rows = ((rows.line_rows + wanted - 1) / wanted + step - 1) / step * step;
+      rows.block_rows = std::min(rows.block_rows, most_rows);
+      rows.of_line = (rows.line_rows + rows.block_rows - 1) / rows.block_rows;
+    }
+    const dim3 grid = grid_of(rows.blocks(), columns.tiles, name);
     const auto kernel = p.relu ? columns_kernel<T, kBwd, true> : columns_kernel<T, kBwd, false>;
-    kernel<<<grid, kThreads, 0, stream>>>(p, columns.lanes, columns.rows, columns.cols, block_rows);
+    launch(kernel, grid, columns.lanes, columns.cols, rows);
   } else {
     const int64_t of_block = int64_t{kThreads} * kFlatVectors * kVec;
     const int64_t blocks = (p.numel() + of_block - 1) / of_block;
     if (blocks > 0x7FFFFFFF) fail(kApexTeUnsupported, "%s: too many elements", name);
     const auto kernel = p.s % kVec == 0 ? flat_kernel<T, kBwd, true> : flat_kernel<T, kBwd, false>;
-    kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(p, p.numel(), aligned);
+    launch(kernel, dim3(static_cast<unsigned>(blocks)), p.numel(), aligned, after_finish);
   }
   check_cuda(cudaGetLastError(), name);
 }
 
+// after_finish: the kernel before it in the stream is that of launch_reduction.
 template <bool kBwd>
-void launch_elements(const BatchNorm& p, const char* name, cudaStream_t stream) {
+void launch_elements(const BatchNorm& p, bool after_finish, const char* name, cudaStream_t stream) {
   if (p.numel() == 0) return;
-  with_dtype(p.dtype,
-             [&](auto zero) { launch_elements_of<decltype(zero), kBwd>(p, name, stream); });
+  with_dtype(p.dtype, [&](auto zero) {
+    launch_elements_of<decltype(zero), kBwd>(p, after_finish, name, stream);
+  });
 }
 
 }  // namespace batch_norm

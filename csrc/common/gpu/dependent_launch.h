@@ -29,15 +29,14 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
 // Launches a kernel that calls wait_for_previous_kernel before it reads what that one writes. The
 // caller knows the kernel before it: one that is not its own may have let it start at any time.
 template <typename... Params, typename... Args>
-void launch_dependent_shared(void (*kernel)(Params...), int64_t blocks, int threads,
-                             size_t shared_bytes, cudaStream_t stream, Args&&... args) {
+void launch_dependent_grid(void (*kernel)(Params...), dim3 grid, int threads, size_t shared_bytes,
+                           cudaStream_t stream, Args&&... args) {
 #if defined(__HIP_PLATFORM_AMD__)
-  kernel<<<static_cast<unsigned>(blocks), threads, shared_bytes, stream>>>(
-      std::forward<Args>(args)...);
+  kernel<<<grid, threads, shared_bytes, stream>>>(std::forward<Args>(args)...);
   check_cuda(cudaGetLastError(), "launch");
 #else
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.gridDim = grid;
   config.blockDim = dim3(static_cast<unsigned>(threads));
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
@@ -48,6 +47,12 @@ void launch_dependent_shared(void (*kernel)(Params...), int64_t blocks, int thre
   config.numAttrs = device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9 ? 1 : 0;
   check_cuda(cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...), "launch");
 #endif
+}
+template <typename... Params, typename... Args>
+void launch_dependent_shared(void (*kernel)(Params...), int64_t blocks, int threads,
+                             size_t shared_bytes, cudaStream_t stream, Args&&... args) {
+  launch_dependent_grid(kernel, dim3(static_cast<unsigned>(blocks)), threads, shared_bytes, stream,
+                        std::forward<Args>(args)...);
 }
 template <typename... Params, typename... Args>
 void launch_dependent(void (*kernel)(Params...), int64_t blocks, int threads, cudaStream_t stream,

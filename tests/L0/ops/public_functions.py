@@ -400,6 +400,15 @@ def make_case(name: str, rows: int = 32, cols: int = 64) -> Case:
         "batch_norm.batch_norm_relu_bwd": lambda: Case(
             batch_norm_case(*shape, dy=images(rows, cols))
         ),
+        "batch_norm.batch_norm_train_fwd": lambda: Case(
+            {"x": images(rows, cols), "weight": torch.rand(cols), "bias": torch.randn(cols),
+             "z": images(rows, cols), "relu": True, "running_mean": torch.zeros(cols),
+             "running_var": torch.ones(cols)},
+            ("running_mean", "running_var"),
+        ),
+        "batch_norm.batch_norm_train_bwd": lambda: Case(
+            batch_norm_case(*shape, dy=images(rows, cols), relu=True, with_dz=True)
+        ),
         "bias_dropout_add.bias_dropout_add": lambda: Case(
             {"x": x, "bias": w, "residual": matrix(*shape), "p": 0.5, "seed": torch.tensor([3])}
         ),

@@ -19,6 +19,8 @@ from apex_te.ops.batch_norm import (
     batch_norm_reduce,
     batch_norm_relu_bwd,
     batch_norm_stats,
+    batch_norm_train_bwd,
+    batch_norm_train_fwd,
     reference,
 )
 
@@ -36,6 +38,19 @@ FIRST = [
 # Of channels-last data; beyond one tile of columns, of few rows, of many.
 LAST = [(300, 64), (7, 3, 2, 70), (3, 520), (2, 33, 33, 8), (2000, 40), (1, 2, 17)]
 CASES = [(shape, False) for shape in FIRST] + [(shape, True) for shape in LAST]
+# Beyond these of few and of many channels, of small maps and of no elements.
+WHOLE = [
+    *CASES,
+    ((32, 64, 14, 14), False),
+    ((64, 24, 7, 7), False),
+    ((300, 4, 72), False),
+    ((40, 3, 8), False),
+    ((32, 7, 7, 256), True),
+    ((5000, 136), True),
+    ((0, 5, 4), False),
+    ((0, 7), True),
+    ((3, 0, 4), False),
+]
 
 
 def channel_axis(shape, channels_last):
@@ -56,7 +71,7 @@ class Problem:
         kind = torch.float32 if affine == "float32" else dtype
         self.weight = None if affine == "none" else (torch.rand(c) + 0.5).to(kind)
         self.bias = None if affine == "none" else torch.randn(c).to(kind)
-        self.count = torch.tensor([self.x.numel() // c], dtype=torch.int32)
+        self.count = torch.tensor([self.x.numel() // max(c, 1)], dtype=torch.int32)
 
     def spread(self, c, shape):
         return [c if i == self.axis else 1 for i in range(len(shape))]
@@ -141,6 +156,59 @@ def statistics(x):
     n, mean = len(x), x.mean(0)
     var = (x - mean).square().mean(0)
     return mean, var * (n / max(n - 1, 1)), (var + EPS).rsqrt()
+
+
+@in_pairs(
+    case=WHOLE, dtype=DTYPES, affine=["none", "own", "float32"], with_z=[False, True],
+    relu=[False, True], running=["none", "both", "mean"],
+)  # fmt: skip
+def test_whole_has_the_bits_of_its_steps(
+    device, poison, case, dtype, affine, with_z, relu, running
+):
+    problem = Problem(*case, dtype, affine, with_z, relu)
+    given = problem.x, problem.z, problem.dy, problem.weight, problem.bias
+    x, z, dy, weight, bias = (None if t is None else t.to(device) for t in given)
+    layout = {"channels_last": problem.channels_last}
+    options = {"z": z, "relu": relu, **layout}
+    c = x.shape[problem.axis]
+    made = {"running_mean": torch.randn(c, device=device)} if running != "none" else {}
+    made |= {"running_var": torch.rand(c, device=device)} if running == "both" else {}
+    steps, whole = ({name: t.clone() for name, t in made.items()} for _ in range(2))
+    mean, var = batch_norm_stats(x, **layout)
+    counts = problem.count.to(device)
+    stats = batch_norm_combine(mean[None], var[None], counts, EPS, **steps, momentum=0.3)
+    y = batch_norm_fwd(x, stats.mean, stats.inv_std, weight, bias, **options)
+    found = batch_norm_train_fwd(x, weight, bias, EPS, **options, **whole, momentum=0.3)
+    assert_same_bits(found, (y, stats.mean, stats.inv_std))
+    assert_same_bits(whole.values(), steps.values())
+    affine = (stats.mean, stats.inv_std, weight)
+    sums = batch_norm_reduce(dy, x, *affine, bias, **options)
+    grads = batch_norm_bwd(dy, x, *affine, *sums[:2], counts, bias, **options, with_dz=with_z)
+    found = batch_norm_train_bwd(dy, x, *affine, bias, **options, with_dz=with_z)
+    assert_same_bits(found, (*grads, *sums[2:]))
+
+
+@in_pairs(memory=["first", "last", "odd"], dtype=DTYPES, backward=[False, True])
+def test_whole_of_other_storage(device, memory, dtype, backward):
+    """In channels_last memory, and where no vector of 16 bytes is aligned."""
+    x, z, dy = (torch.randn(32, 16, 6, 4).to(dtype).to(device) for _ in range(3))
+    moved = [t.to(memory_format=torch.channels_last) if memory == "last" else t for t in (x, z, dy)]
+    if memory == "odd":
+        moved = [t.new_empty(t.numel() + 1)[1:].view(t.shape).copy_(t) for t in moved]
+    weight, bias = torch.rand(16, device=device), torch.randn(16, device=device)
+    y, mean, inv_std = batch_norm_train_fwd(moved[0], weight, bias, z=moved[1], relu=True)
+    assert y.stride() == moved[0].stride()
+    exact = Problem((32, 16, 6, 4), False, dtype, "float32", True, True)
+    exact.x, exact.z, exact.dy = (t.cpu() for t in (x, z, dy))
+    exact.weight, exact.bias = weight.cpu(), bias.cpu()
+    right, same = exact.exact(torch.float64), exact.exact(torch.float32)
+    assert_as_good_as_torch(y, right[0], same[0].to(dtype))
+    if backward:
+        grads = batch_norm_train_bwd(
+            moved[2], moved[0], mean, inv_std, weight, bias, z=moved[1], relu=True, with_dz=True
+        )
+        for i in range(2):
+            assert_as_good_as_torch(grads[i], right[i + 1], same[i + 1].to(dtype))
 
 
 @in_pairs(case=[((9, 6, 5, 7), False), ((9, 40), True)], dtype=DTYPES, relu=[False, True])

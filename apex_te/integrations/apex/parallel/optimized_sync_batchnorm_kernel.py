@@ -10,8 +10,8 @@ from torch.autograd.function import once_differentiable
 
 from apex_te.compatibility.apex._batch_norm import (
     GroupStatistics,
+    group_forward,
     group_gradients,
-    group_statistics,
 )
 from apex_te.ops.batch_norm import batch_norm_fwd
 
@@ -44,9 +44,9 @@ class SyncBatchnormFunction(torch.autograd.Function):
                     "SyncBatchNorm: input must have more than 1 value per channel when training, "
                     f"got {list(input.shape)}"
                 )
-            stats = group_statistics(
-                input, group, eps, running_mean, running_variance, momentum,
-                channels_last=channel_last,
+            y, stats = group_forward(
+                input, weight, bias, group, eps, running_mean, running_variance, momentum, z=z,
+                relu=fuse_relu, channels_last=channel_last,
             )  # fmt: skip
         else:
             assert running_mean is not None
@@ -54,12 +54,13 @@ class SyncBatchnormFunction(torch.autograd.Function):
             inv_std = (running_variance.float() + eps).rsqrt()
             no_counts = torch.zeros(1, dtype=torch.int32, device=input.device)
             stats = GroupStatistics(running_mean.float(), inv_std, no_counts)
+            y = batch_norm_fwd(
+                input, stats.mean, stats.inv_std, weight, bias, z=z, relu=fuse_relu,
+                channels_last=channel_last,
+            )  # fmt: skip
         ctx.save_for_backward(input, z if fuse_relu else None, weight, bias, *stats)
         ctx.options = group, track_running_stats, channel_last, fuse_relu
-        return batch_norm_fwd(
-            input, stats.mean, stats.inv_std, weight, bias, z=z, relu=fuse_relu,
-            channels_last=channel_last,
-        )  # fmt: skip
+        return y
 
     @staticmethod
     @once_differentiable
