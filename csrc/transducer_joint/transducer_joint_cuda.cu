@@ -36,29 +36,6 @@ __device__ __forceinline__ void store(T* p, const float* values, int64_t left) {
   else
     store_partial(p, v, left);
 }
-// The same for a warp of which each lane has 8 columns: neighbours exchange halves of float32,
-// since two stores of half a sector each take the time of two.
-template <bool kAligned, typename T>
-__device__ __forceinline__ void store_by_warp(T* p, const float* values, int64_t left) {
-  if constexpr (!kAligned || sizeof(T) != 4) {
-    store<kAligned>(p, values, left);
-  } else {
-    const bool odd = threadIdx.x % 2;
-    // Both store the even lane's columns, of which the odd one has the second half, then the odd's.
-    float first[4], second[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float other = __shfl_xor_sync(0xFFFFFFFFu, odd ? values[i] : values[i + 4], 1);
-      first[i] = odd ? other : values[i];
-      second[i] = odd ? values[i + 4] : other;
-    }
-    float4* at = reinterpret_cast<float4*>(p);
-    if (left > (odd ? -kVec : 0))
-      at[odd ? -1 : 0] = make_float4(first[0], first[1], first[2], first[3]);
-    if (left > (odd ? 0 : kVec))
-      at[odd ? 1 : 2] = make_float4(second[0], second[1], second[2], second[3]);
-  }
-}
 // 8 bytes of a mask.
 template <bool kAligned>
 __device__ __forceinline__ uint2 load_mask(const uint8_t* p, int64_t left, bool exists) {
@@ -123,7 +100,10 @@ __global__ void __launch_bounds__(kThreads)
         }
       }
       T* out = static_cast<T*>(p.out) + row * p.cols + col;
-      kWhole ? store_by_warp<kAligned>(out, values, left) : store<kAligned>(out, values, left);
+      if constexpr (kAligned && kWhole)
+        store_by_warp(out, values, left);
+      else
+        store<kAligned>(out, values, left);
       if (kPlain || !p.mask || left <= 0) continue;
       uint8_t* bytes = p.mask + row * p.cols + col;
       if (kAligned)
