@@ -163,11 +163,12 @@ __device__ __forceinline__ void store_vec_whole(T* p, const Vec8<T>& v) {
                                                          v.words[4 * i + 2], v.words[4 * i + 3]));
 }
 
-// Of a whole warp, each of whose lanes has 8 columns at p, of which `left` and those of later lanes
-// exist, in vectors: neighbours exchange halves of float32, since two stores of half a sector each
-// take the time of two.
+// Of a warp or the lanes of it in `group`, each of which has 8 columns at p, of which `left` and
+// those of later lanes exist, in vectors: neighbours exchange halves of float32, since two stores
+// of half a sector each take the time of two.
 template <typename T>
-__device__ __forceinline__ void store_by_warp(T* p, const float* values, int64_t left) {
+__device__ __forceinline__ void store_by_warp(T* p, const float* values, int64_t left,
+                                              uint32_t group = 0xFFFFFFFFu) {
   if constexpr (sizeof(T) != 4) {
     Vec8<T> v;
     pack(values, &v);
@@ -178,7 +179,7 @@ __device__ __forceinline__ void store_by_warp(T* p, const float* values, int64_t
     float first[4], second[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float other = __shfl_xor_sync(0xFFFFFFFFu, odd ? values[i] : values[i + 4], 1);
+      const float other = __shfl_xor_sync(group, odd ? values[i] : values[i + 4], 1);
       first[i] = odd ? other : values[i];
       second[i] = odd ? values[i + 4] : other;
     }
