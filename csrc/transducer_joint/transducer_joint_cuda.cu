@@ -2,9 +2,10 @@
 //
 // Forward: some lanes of a warp have 2 frames and some places of a sample, 8 columns each; the
 // warps of a block have neighbouring frames, so that a place's row comes from their cache. Two
-// blocks of random bits are under way together. Backward: a block has 64 frames and 128 columns of
-// a sample and goes over its places, so that the gradient is read once: a thread sums over the
-// places for 4 frames, and the block over its frames for each place.
+// blocks of random bits are under way together. Backward: a block has 16 to 64 frames and 128
+// columns of a sample and goes over its places, so that the gradient is read once: a thread sums
+// over the places for 1 to 4 frames, and the block over its frames for each place.
+#include "common/gpu/dependent_launch.h"
 #include "common/gpu/fast_division.h"
 #include "common/gpu/vec.h"
 #include "common/numerics/with_dtype.h"
@@ -17,11 +18,9 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kFwdFrames = 2, kFwdPlaces = 32;  // of a thread of forward, at most
-constexpr int kFrames = 4;                      // of a thread of backward
 
 constexpr int kLanes = 16;  // of backward
 constexpr int kCols = kLanes * kVec, kWarps = kThreads / 32;
-static_assert(kThreads / kLanes * kFrames == kTransducerJointTile, "the frames of a block");
 
 template <bool kAligned, typename T>
 __device__ __forceinline__ Vec8<T> load(const T* p, int64_t left, bool exists = true) {
@@ -62,6 +61,11 @@ __device__ __forceinline__ float at_least(float value, float floor) {
 #endif
 }
 
+// How many of `most` from `begin` on are among the first `all`.
+__device__ __forceinline__ int num_within(int64_t all, int64_t begin, int64_t most) {
+  return static_cast<int>(max(min(all - begin, most), int64_t{0}));
+}
+
 // The threads of forward: 2^lane_bits have the vectors of a row, and `places` a number of places.
 struct FwdTiles {
   uint32_t count, frame_tiles, place_tiles, lane_bits, places;
@@ -88,13 +92,10 @@ __global__ void __launch_bounds__(kThreads, kAligned&& std::is_same<T, BFloat16>
   const int64_t frames = cells.frames_of(b), places = cells.places_of(b), pitch = cells.pitch(b);
   const bool packed = cells.offset != nullptr;
   // Of this thread's places and frames, those that are written and those that count.
-  const auto own = [](int64_t all, int64_t begin, uint32_t most) {
-    return static_cast<int>(max(min(all - begin, int64_t{most}), int64_t{0}));
-  };
-  const int num_places = own(packed ? places : cells.places, u0, tiles.places);
-  const int whole_places = own(places, u0, tiles.places),
-            whole_frames = own(frames, t0, kFwdFrames);
-  int num_frames = own(packed ? frames : cells.frames, t0, kFwdFrames);
+  const int num_places = num_within(packed ? places : cells.places, u0, tiles.places);
+  const int whole_places = num_within(places, u0, tiles.places),
+            whole_frames = num_within(frames, t0, kFwdFrames);
+  int num_frames = num_within(packed ? frames : cells.frames, t0, kFwdFrames);
   int64_t row = cells.first(b) + t0 * pitch + u0;
   // Rows outside are those of lengths that do not fit.
   while (num_frames > 0 && !cells.has_row(row + (num_frames - 1) * pitch + num_places - 1))
@@ -155,23 +156,33 @@ __global__ void __launch_bounds__(kThreads, kAligned&& std::is_same<T, BFloat16>
   }
 }
 
-template <typename T, bool kAligned, bool kMasked>
-__global__ void __launch_bounds__(kThreads, 2) bwd_kernel(const TransducerJoint p) {
-  constexpr int kSteps = 4 / sizeof(T);  // places whose loads are in flight
+// kFrames: of a thread; a tile is 16 times as many.
+template <typename T, bool kAligned, bool kMasked, int kFrames>
+__global__ void __launch_bounds__(kThreads, kFrames == 4 ? 2
+                                            : kAligned   ? 4
+                                                         : 3) bwd_kernel(const TransducerJoint p) {
+  constexpr int kTile = kThreads / kLanes * kFrames;
+  constexpr int kSteps = (kFrames == 1 ? 8 : 4) / sizeof(T);  // places whose loads are in flight
   __shared__ float sums[2][kSteps][kWarps][kCols];
+  let_next_kernel_start();
   const TransducerCells& cells = p.cells;
   const int64_t tiles = p.tiles(), b = blockIdx.x / tiles, tile = blockIdx.x - b * tiles;
   const int64_t first_col = int64_t{blockIdx.y} * kCols,
                 col = first_col + threadIdx.x % kLanes * kVec;
   const int64_t left = p.cols - col;
-  const int64_t t0 = tile * kTransducerJointTile + threadIdx.x / kLanes * kFrames;
-  const int64_t frames = cells.frames_of(b), places = cells.places_of(b);
-  const int64_t pitch = cells.pitch(b), first = cells.first(b) + t0 * pitch;
-  const bool any = tile * kTransducerJointTile < frames;
+  const int64_t t0 = tile * kTile + threadIdx.x / kLanes * kFrames;
+  const int64_t frames = cells.frames_of(b), pitch = cells.pitch(b);
+  const int64_t first = cells.first(b) + t0 * pitch;
+  const int places = static_cast<int>(cells.places_of(b));  // a length of 32 bits
+  // Of this thread, without those of rows outside, of lengths that do not fit.
+  int num_frames = first < 0 ? 0 : num_within(frames, t0, kFrames);
+  while (num_frames > 0 && !cells.has_row(first + (num_frames - 1) * pitch + places - 1))
+    --num_frames;
+  const bool any = tile * kTile < frames;
   float df[kFrames][kVec] = {};
   // Float32 sums of more than 16 places would drift further than PyTorch's.
   constexpr bool kInParts = sizeof(T) == 4;
-  constexpr int kPart = 16, kWords = kInParts ? kFrames * kVec : 1;
+  constexpr int kPart = 16 / kSteps, kWords = kInParts ? kFrames * kVec : 1;
   __shared__ float totals[kWords][kThreads];
   const auto flush = [&] {
 #pragma unroll
@@ -184,16 +195,15 @@ __global__ void __launch_bounds__(kThreads, 2) bwd_kernel(const TransducerJoint 
   };
   if constexpr (kInParts)
     for (int i = 0; i < kWords; ++i) totals[i][threadIdx.x] = 0.0f;
-  for (int64_t u0 = 0, step = 0; any && u0 < places; u0 += kSteps, ++step) {
+  for (int u0 = 0, step = 0; any && u0 < places; u0 += kSteps, ++step) {
     Vec8<T> grad[kSteps][kFrames];
     uint2 kept[kSteps][kFrames];
 #pragma unroll
     for (int s = 0; s < kSteps; ++s)
 #pragma unroll
       for (int k = 0; k < kFrames; ++k) {
-        const int64_t row = first + k * pitch + u0 + s;
-        const bool exists = t0 + k < frames && u0 + s < places && cells.has_row(row);
-        const int64_t at = row * p.cols + col;
+        const bool exists = k < num_frames && u0 + s < places;
+        const int64_t at = (first + k * pitch + u0 + s) * p.cols + col;
         grad[s][k] = load<kAligned>(static_cast<const T*>(p.grad) + at, left, exists);
         if (kMasked) kept[s][k] = load_mask<kAligned>(p.kept + at, left, exists);
       }
@@ -206,7 +216,7 @@ __global__ void __launch_bounds__(kThreads, 2) bwd_kernel(const TransducerJoint 
         unpack(grad[s][k], values);
 #pragma unroll
         for (int i = 0; i < kVec; ++i) {
-          const float value = !kMasked || byte_of(kept[s][k], i) ? values[i] * p.scale : 0.0f;
+          const float value = !kMasked || byte_of(kept[s][k], i) ? values[i] : 0.0f;
           df[k][i] += value;
           dg[i] += value;
         }
@@ -228,7 +238,8 @@ __global__ void __launch_bounds__(kThreads, 2) bwd_kernel(const TransducerJoint 
 #pragma unroll
       for (int w = 0; w < kWarps; ++w) sum += sums[step % 2][s][w][c];
       if (u0 + s < places && first_col + c < p.cols)
-        p.workspace[((b * tiles + tile) * cells.places + u0 + s) * p.cols + first_col + c] = sum;
+        p.workspace[((b * tiles + tile) * cells.places + u0 + s) * p.cols + first_col + c] =
+            sum * p.scale;
     }
     if constexpr (kInParts)
       if (step % kPart == kPart - 1) flush();
@@ -241,10 +252,13 @@ __global__ void __launch_bounds__(kThreads, 2) bwd_kernel(const TransducerJoint 
       for (int i = 0; i < kVec; ++i) df[k][i] = totals[k * kVec + i][threadIdx.x];
   }
 #pragma unroll
-  for (int k = 0; k < kFrames; ++k)
-    if (t0 + k < cells.frames)
-      store<kAligned>(static_cast<T*>(p.df) + (b * cells.frames + t0 + k) * p.cols + col, df[k],
-                      left);
+  for (int k = 0; k < kFrames; ++k) {
+    if (t0 + k >= cells.frames) break;
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) df[k][i] *= p.scale;
+    store<kAligned>(static_cast<T*>(p.df) + (b * cells.frames + t0 + k) * p.cols + col, df[k],
+                    left);
+  }
 }
 
 // dg, from the sums of the tiles that have frames.
@@ -255,9 +269,10 @@ __global__ void __launch_bounds__(kThreads) sum_kernel(const TransducerJoint p, 
   const int64_t b = line / cells.places, u = line - b * cells.places;
   if (b >= cells.batch) return;
   const int64_t col = (v - line * per_row) * kVec, left = p.cols - col, tiles = p.tiles();
-  float sum[kVec] = {};
+  double sum[kVec] = {};
+  wait_for_previous_kernel();
   if (u < cells.places_of(b))
-    for (int64_t tile = 0; tile * kTransducerJointTile < cells.frames_of(b); ++tile) {
+    for (int64_t tile = 0; tile * p.tile < cells.frames_of(b); ++tile) {
       float part[kVec];
       unpack(load<kAligned>(p.workspace + ((b * tiles + tile) * cells.places + u) * p.cols + col,
                             left),
@@ -265,7 +280,10 @@ __global__ void __launch_bounds__(kThreads) sum_kernel(const TransducerJoint p, 
 #pragma unroll
       for (int i = 0; i < kVec; ++i) sum[i] += part[i];
     }
-  store<kAligned>(static_cast<T*>(p.dg) + line * p.cols + col, sum, left);
+  float values[kVec];
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) values[i] = static_cast<float>(sum[i]);
+  store<kAligned>(static_cast<T*>(p.dg) + line * p.cols + col, values, left);
 }
 
 unsigned blocks_of(int64_t count, int64_t per_block) {
@@ -324,16 +342,26 @@ void launch_fwd(const TransducerJoint& p, cudaStream_t stream) {
   check_cuda(cudaGetLastError(), "transducer_joint_fwd");
 }
 
+template <typename T, bool kAligned, int kFrames>
+void launch_sums(const TransducerJoint& p, cudaStream_t stream) {
+  const auto kernel =
+      p.kept ? bwd_kernel<T, kAligned, true, kFrames> : bwd_kernel<T, kAligned, false, kFrames>;
+  kernel<<<grid_of(p.cells.batch * p.tiles(), 1, p.cols, kCols), kThreads, 0, stream>>>(p);
+  check_cuda(cudaGetLastError(), "transducer_joint_bwd");
+}
+
 template <typename T, bool kAligned>
 void launch_bwd(const TransducerJoint& p, cudaStream_t stream) {
-  const auto kernel = p.kept ? bwd_kernel<T, kAligned, true> : bwd_kernel<T, kAligned, false>;
-  if (p.cells.frames > 0)
-    kernel<<<grid_of(p.cells.batch * p.tiles(), 1, p.cols, kCols), kThreads, 0, stream>>>(p);
+  if (p.cells.frames > 0) {
+    if (p.tile == 64) launch_sums<T, kAligned, 4>(p, stream);
+    if (p.tile == 32) launch_sums<T, kAligned, 2>(p, stream);
+    if (p.tile == 16) launch_sums<T, kAligned, 1>(p, stream);
+  }
   const int64_t per_row = (p.cols + kVec - 1) / kVec,
                 count = p.cells.batch * p.cells.places * per_row;
   if (count > 0)
-    sum_kernel<T, kAligned><<<blocks_of(count, kThreads), kThreads, 0, stream>>>(p, per_row);
-  check_cuda(cudaGetLastError(), "transducer_joint_bwd");
+    launch_dependent(sum_kernel<T, kAligned>, blocks_of(count, kThreads), kThreads, stream, p,
+                     per_row);
 }
 
 template <typename T, bool kAligned>
