@@ -9,8 +9,6 @@ import torch
 from .bias_dropout_add import drop_threshold, keep_mask
 from .binding import OpFunction, bind, checked, once_differentiable
 
-_TILE = 64  # frames of one sum of the workspace
-
 _fwd = bind("transducer_joint", "transducer_joint_fwd")
 _bwd = bind("transducer_joint", "transducer_joint_bwd")
 
@@ -151,13 +149,19 @@ def transducer_joint_bwd(
         raise ValueError("transducer_joint_bwd: grad must have 2 or 4 dimensions, got shape []")
     batch, cols = f_len.numel(), grad.shape[-1]
     df, dg = (grad.new_empty(batch, extent, cols) for extent in (max_f_len, max_g_len))
-    tiles = -(-max_f_len // _TILE)
+    tiles = -(-max_f_len // _tile_of(batch, max_f_len, cols))
     workspace = grad.new_empty((batch, tiles, max_g_len, cols), dtype=torch.float32)
     kept = None if mask is None else mask.contiguous()
     offset = None if batch_offset is None else batch_offset.contiguous()
     lengths = f_len.contiguous(), g_len.contiguous()
     _bwd(grad.contiguous(), kept, *lengths, offset, df, dg, workspace, scale)
     return df, dg
+
+
+def _tile_of(batch: int, frames: int, cols: int) -> int:
+    """Returns the number of frames that one sum of the workspace has (transducer_joint.h)."""
+    sums_64, sums_32 = (batch * -(-frames // tile) * -(-cols // 128) for tile in (64, 32))
+    return 64 if sums_64 >= 500 else 32 if sums_32 >= 250 else 16
 
 
 def keep_scale(p: float) -> float:

@@ -11,7 +11,7 @@
 #include <cmath>
 
 #include "common/abi/op.h"
-#include "common/numerics/exp.h"
+#include "common/activation/functions.h"
 
 // An element of the workspace is the sum of 8192 elements' losses; these are added in order.
 constexpr int64_t kFocalTile = 8192;
@@ -122,36 +122,34 @@ inline FocalLoss check_focal_loss_scale(Args& args) {
 // log(1 + e) for e from 0 to 1, within 1.5 ulp: a fit to log(1 + e) / e.
 APEX_TE_HD float log1p_fast(float e) {
   float q = -0.00325637846f;
-  q = q * e + 0.0199071616f;
-  q = q * e - 0.0570642017f;
-  q = q * e + 0.106142648f;
-  q = q * e - 0.153118625f;
-  q = q * e + 0.196781173f;
-  q = q * e - 0.249545589f;
-  q = q * e + 0.333300054f;
-  q = q * e - 0.499999046f;
-  return e + e * e * q;
+  q = mul_add(q, e, 0.0199071616f);
+  q = mul_add(q, e, -0.0570642017f);
+  q = mul_add(q, e, 0.106142648f);
+  q = mul_add(q, e, -0.153118625f);
+  q = mul_add(q, e, 0.196781173f);
+  q = mul_add(q, e, -0.249545589f);
+  q = mul_add(q, e, 0.333300054f);
+  q = mul_add(q, e, -0.499999046f);
+  return mul_add(e * e, q, e);
 }
 
+// Of an element: its loss is w power ce, and d/dy is w power slope.
 struct FocalTerm {
-  float loss, grad;
+  float power, ce, slope;
 };
 
-// Loss and d/dx of an element; Math has exp(x), inverse(u) and log1p(e, 1 / (1 + e)).
+// Math has exp(z) for z <= 0; inverse(1 + e) and add_log1p(e, b), b + log(1 + e), for e from 0 to
+// 1; and power(gamma, p, -log(p)), p^gamma.
 template <typename Math>
-APEX_TE_HD FocalTerm focal_term(float x, bool is_target, float alpha, float gamma,
-                                float smoothing) {
-  const float y = is_target ? -x : x, w = is_target ? alpha : 1.0f - alpha;
+APEX_TE_HD FocalTerm focal_term(float y, float gamma, float smoothing) {
   const float e = Math::exp(-fabsf(y));
   const float larger = Math::inverse(1.0f + e), smaller = e * larger;  // of sigmoid(y), sigmoid(-y)
   const float p = y >= 0.0f ? larger : smaller, rest = y >= 0.0f ? smaller : larger;
-  const float log_1p = Math::log1p(e, larger);
   const float above = y > 0.0f ? y : 0.0f;
-  const float ce = above - smoothing * y + log_1p;
-  // p^gamma, where -log(p) = softplus(-y)
-  const float factor = w * Math::exp(-gamma * (above - y + log_1p));
-  const float dy = factor * (gamma * rest * ce + (p - smoothing));
-  return {factor * ce, is_target ? -dy : dy};
+  const float ce = Math::add_log1p(e, mul_add(-smoothing, y, above));
+  // -log(p) = softplus(-y)
+  const float power = Math::power(gamma, p, Math::add_log1p(e, above - y));
+  return {power, ce, mul_add(gamma * rest, ce, p - smoothing)};
 }
 
 }  // namespace apex_te

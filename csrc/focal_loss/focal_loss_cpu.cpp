@@ -14,7 +14,10 @@ namespace {
 struct HostMath {
   static APEX_TE_HD float exp(float x) { return exp_fast(x); }
   static APEX_TE_HD float inverse(float u) { return 1.0f / u; }
-  static APEX_TE_HD float log1p(float e, float) { return log1p_fast(e); }
+  static APEX_TE_HD float add_log1p(float e, float base) { return base + log1p_fast(e); }
+  static APEX_TE_HD float power(float gamma, float, float minus_log_p) {
+    return exp_fast(-gamma * minus_log_p);
+  }
 };
 
 constexpr int64_t kPiece = 256;  // of a tile: long float32 sums of equal losses drift
@@ -31,15 +34,16 @@ APEX_TE_INLINE void row_terms(const FocalLoss& p, float factor, int64_t row, int
       target == kFocalIgnored ? 0 : std::clamp(p.num_classes - col, int64_t{0}, n);
   const int64_t at = target >= col && target - col < whole ? target - col : -1;
   const float own = at < 0 ? 0.0f : x[at];
+  const float weight = 1.0f - p.alpha;
   for (int64_t i = 0; i < whole; ++i) {
-    const FocalTerm term = focal_term<HostMath>(x[i], false, p.alpha, p.gamma, p.smoothing);
-    losses[i] = term.loss;
-    x[i] = term.grad * factor;
+    const FocalTerm term = focal_term<HostMath>(x[i], p.gamma, p.smoothing);
+    losses[i] = weight * term.power * term.ce;
+    x[i] = weight * term.power * term.slope * factor;
   }
   if (at >= 0) {
-    const FocalTerm term = focal_term<HostMath>(own, true, p.alpha, p.gamma, p.smoothing);
-    losses[at] = term.loss;
-    x[at] = term.grad * factor;
+    const FocalTerm term = focal_term<HostMath>(-own, p.gamma, p.smoothing);
+    losses[at] = p.alpha * term.power * term.ce;
+    x[at] = -(p.alpha * term.power * term.slope) * factor;
   }
   std::fill(losses + whole, losses + n, 0.0f);
   std::fill(x + whole, x + n, 0.0f);

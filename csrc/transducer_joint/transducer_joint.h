@@ -4,20 +4,18 @@
 // A cell behind a sample's lengths is -1; packed, there is none. The mask has a byte for each
 // element, 1 if it is above 0 (with ReLU) and kept. The draw is a function of the seed, the row and
 // the column (common/numerics/philox.h). Backward reads the gradient once: df sums over u, dg over
-// t in tiles of 64, whose sums are added in order, in fp32; on a CPU all sums are in double.
+// t in tiles, in fp32, whose sums are added in order in double; on a CPU all sums are in double.
 #pragma once
 
 #include "common/numerics/philox.h"
 #include "common/numerics/transducer.h"
-
-constexpr int64_t kTransducerJointTile = 64;  // frames of one sum of the workspace
 
 // f: [B, T, H], g: [B, U, H]; f_len, g_len: int32 [B]; batch_offset: int64 [B], the ends of packed
 // samples, or None. out: [B, T, U, H], packed [rows, H]. seed: one int64. mask: uint8 like out.
 APEX_TE_FUNCTION(transducer_joint_fwd,
                  "f: Tensor, g: Tensor, f_len: Tensor, g_len: Tensor, batch_offset: Tensor?, "
                  "seed: Tensor?, out: Tensor!, mask: Tensor!?, relu: bool, p: float")
-// df and dg: the shapes of f and g. workspace: float32 [B, T/64, U, H].
+// df and dg: the shapes of f and g. workspace: float32 [B, T/tile, U, H].
 APEX_TE_FUNCTION(transducer_joint_bwd,
                  "grad: Tensor, mask: Tensor?, f_len: Tensor, g_len: Tensor, "
                  "batch_offset: Tensor?, df: Tensor!, dg: Tensor!, workspace: Tensor!, "
@@ -40,10 +38,18 @@ struct TransducerJoint {
   float scale;
 
   APEX_TE_HD uint64_t seed() const { return seed_halves[0] | uint64_t{seed_halves[1]} << 32; }
-  APEX_TE_HD int64_t tiles() const {
-    return (cells.frames + kTransducerJointTile - 1) / kTransducerJointTile;
-  }
+  int64_t tile;  // frames of one sum of the workspace
+
+  APEX_TE_HD int64_t tiles() const { return (cells.frames + tile - 1) / tile; }
 };
+
+// 64, fewer where these would be few: apex_te/ops/transducer_joint.py has the same rule.
+inline int64_t transducer_joint_tile(int64_t batch, int64_t frames, int64_t cols) {
+  const auto sums = [&](int64_t tile) {
+    return batch * ((frames + tile - 1) / tile) * ((cols + 127) / 128);
+  };
+  return sums(64) >= 500 ? 64 : sums(32) >= 250 ? 32 : 16;
+}
 
 // A tensor of the cells, and the shape that it must have.
 inline void check_cell_rows(const TensorView& t, const TransducerJoint& p, bool packed) {
@@ -115,6 +121,7 @@ inline TransducerJoint check_transducer_joint_bwd(Args& args) {
   p.kept = mask.data<uint8_t>();
   p.df = df.data();
   p.dg = dg.data();
+  p.tile = transducer_joint_tile(p.cells.batch, p.cells.frames, p.cols);
   workspace.has_dtype({DType::kFloat32});
   workspace.has_shape({p.cells.batch, p.tiles(), p.cells.places, p.cols}).is_dense();
   p.workspace = workspace.data<float>();

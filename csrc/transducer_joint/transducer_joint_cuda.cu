@@ -1,9 +1,12 @@
 // CUDA kernels of transducer_joint.
 //
-// Forward: some lanes of a warp have 4 frames and up to 16 places of a sample, 8 columns each; a
-// frame's row is loaded once for all of them. Backward: a block has 64 frames and 128 columns of a
-// sample and goes over its places, so that the gradient is read once: a thread sums over the places
-// for 4 frames, and the block over its frames for each place.
+// Forward: some lanes of a warp have 2 frames and some places of a sample, 8 columns each; the
+// warps of a block have neighbouring frames, so that a place's row comes from their cache. Two
+// blocks of random bits are under way together. Backward: a block has 16 to 64 frames and 128
+// columns of a sample and goes over its places, so that the gradient is read once: a thread sums
+// over the places for 1 to 4 frames, and the block over its frames for each place.
+#include "common/gpu/dependent_launch.h"
+#include "common/gpu/fast_division.h"
 #include "common/gpu/vec.h"
 #include "common/numerics/with_dtype.h"
 #include "transducer_joint/transducer_joint.h"
@@ -14,12 +17,10 @@ namespace apex_te {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kFrames = 4;   // of a thread
-constexpr int kPlaces = 16;  // of a thread of forward
+constexpr int kFwdFrames = 2, kFwdPlaces = 32;  // of a thread of forward, at most
 
 constexpr int kLanes = 16;  // of backward
 constexpr int kCols = kLanes * kVec, kWarps = kThreads / 32;
-static_assert(kThreads / kLanes * kFrames == kTransducerJointTile, "the frames of a block");
 
 template <bool kAligned, typename T>
 __device__ __forceinline__ Vec8<T> load(const T* p, int64_t left, bool exists = true) {
@@ -36,29 +37,6 @@ __device__ __forceinline__ void store(T* p, const float* values, int64_t left) {
   else
     store_partial(p, v, left);
 }
-// The same for a warp of which each lane has 8 columns: neighbours exchange halves of float32,
-// since two stores of half a sector each take the time of two.
-template <bool kAligned, typename T>
-__device__ __forceinline__ void store_by_warp(T* p, const float* values, int64_t left) {
-  if constexpr (!kAligned || sizeof(T) != 4) {
-    store<kAligned>(p, values, left);
-  } else {
-    const bool odd = threadIdx.x % 2;
-    // Both store the even lane's columns, of which the odd one has the second half, then the odd's.
-    float first[4], second[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float other = __shfl_xor_sync(0xFFFFFFFFu, odd ? values[i] : values[i + 4], 1);
-      first[i] = odd ? other : values[i];
-      second[i] = odd ? values[i + 4] : other;
-    }
-    float4* at = reinterpret_cast<float4*>(p);
-    if (left > (odd ? -kVec : 0))
-      at[odd ? -1 : 0] = make_float4(first[0], first[1], first[2], first[3]);
-    if (left > (odd ? 0 : kVec))
-      at[odd ? 1 : 2] = make_float4(second[0], second[1], second[2], second[3]);
-  }
-}
 // 8 bytes of a mask.
 template <bool kAligned>
 __device__ __forceinline__ uint2 load_mask(const uint8_t* p, int64_t left, bool exists) {
@@ -69,88 +47,142 @@ __device__ __forceinline__ uint32_t byte_of(uint2 mask, int i) {
   return (i < 4 ? mask.x : mask.y) >> 8 * (i % 4) & 0xFFu;
 }
 
-// kPlain: neither ReLU nor dropout nor a mask.
-template <typename T, int kFwdLanes, bool kAligned, bool kPlain>
-__global__ void __launch_bounds__(kThreads)
-    fwd_kernel(const TransducerJoint p, uint32_t frame_tiles, uint32_t place_tiles) {
+// What is done with a sum: nothing; ReLU, what p = 1 leaves, and a mask; or dropout, too.
+enum class Joint { kPlain, kMasked, kRandom };
+
+// The larger of value and floor; NaN stays.
+__device__ __forceinline__ float at_least(float value, float floor) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800 && !defined(APEX_TE_PORTABLE)
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(value), "f"(floor));
+  return result;
+#else
+  return value <= floor ? floor : value;
+#endif
+}
+
+// How many of `most` from `begin` on are among the first `all`.
+__device__ __forceinline__ int num_within(int64_t all, int64_t begin, int64_t most) {
+  return static_cast<int>(max(min(all - begin, most), int64_t{0}));
+}
+
+// The threads of forward: 2^lane_bits have the vectors of a row, and `places` a number of places.
+struct FwdTiles {
+  uint32_t count, frame_tiles, place_tiles, lane_bits, places;
+  FastDivision by_frame_tiles, by_place_tiles;
+  // Bits below which an element is dropped; what ReLU makes of a smaller sum; and a sum that is not
+  // above `none` has no gradient.
+  uint32_t threshold;
+  float floor, none;
+};
+
+template <typename T, bool kAligned, Joint kJoint>
+__global__ void __launch_bounds__(kThreads, kAligned&& std::is_same<T, BFloat16>::value ? 4 : 3)
+    fwd_kernel(const TransducerJoint p, const FwdTiles tiles) {
   const TransducerCells& cells = p.cells;
-  const int64_t item = int64_t{blockIdx.x} * (kThreads / kFwdLanes) + threadIdx.x / kFwdLanes;
-  const int64_t tile = item / place_tiles, b = tile / frame_tiles;
-  const int64_t col = (int64_t{blockIdx.y} * kFwdLanes + threadIdx.x % kFwdLanes) * kVec;
+  const uint32_t lanes = 1u << tiles.lane_bits, lane = threadIdx.x & lanes - 1;
+  const uint32_t item = (blockIdx.x * kThreads + threadIdx.x) >> tiles.lane_bits;
+  if (item >= tiles.count) return;
+  const uint32_t place_tile = tiles.by_frame_tiles(item), sample = tiles.by_place_tiles(place_tile);
+  const uint32_t vec = blockIdx.y * lanes + lane, col = vec * kVec;  // below 2^24: a grid's y
+  const int64_t b = sample;
+  const int64_t t0 = int64_t{item - place_tile * tiles.frame_tiles} * kFwdFrames;
+  const int64_t u0 = int64_t{place_tile - sample * tiles.place_tiles} * tiles.places;
   const int64_t left = p.cols - col;
-  // A warp of lanes goes on together; beside the arithmetic of a mask the exchange only costs.
-  constexpr bool kWhole = kPlain && kFwdLanes == 32;
-  if (b >= cells.batch || (!kWhole && left <= 0)) return;
-  const int64_t t0 = (tile - b * frame_tiles) * kFrames, u0 = (item - tile * place_tiles) * kPlaces;
-  const int64_t frames = cells.frames_of(b), places = cells.places_of(b);
+  const int64_t frames = cells.frames_of(b), places = cells.places_of(b), pitch = cells.pitch(b);
   const bool packed = cells.offset != nullptr;
-  if (packed && (t0 >= frames || u0 >= places)) return;
-  float f[kFrames][kVec];
+  // Of this thread's places and frames, those that are written and those that count.
+  const int num_places = num_within(packed ? places : cells.places, u0, tiles.places);
+  const int whole_places = num_within(places, u0, tiles.places),
+            whole_frames = num_within(frames, t0, kFwdFrames);
+  int num_frames = num_within(packed ? frames : cells.frames, t0, kFwdFrames);
+  int64_t row = cells.first(b) + t0 * pitch + u0;
+  // Rows outside are those of lengths that do not fit.
+  while (num_frames > 0 && !cells.has_row(row + (num_frames - 1) * pitch + num_places - 1))
+    --num_frames;
+  if (row < 0) return;
+  Vec8<T> f[kFwdFrames];
 #pragma unroll
-  for (int k = 0; k < kFrames; ++k)
-    unpack(load<kAligned>(static_cast<const T*>(p.f) + (b * cells.frames + t0 + k) * p.cols + col,
-                          left, t0 + k < frames),
-           f[k]);
-  const int64_t pitch = cells.pitch(b), first = cells.first(b) + t0 * pitch;
-  const uint64_t seed = p.dropout.is_random ? p.seed() : 0;
-  const int64_t end = min(u0 + kPlaces, packed ? places : cells.places);
-  for (int64_t u = u0; u < end; ++u) {
+  for (int k = 0; k < kFwdFrames; ++k)
+    f[k] = load<kAligned>(static_cast<const T*>(p.f) + (b * cells.frames + t0 + k) * p.cols + col,
+                          left, k < whole_frames);
+  const T* g_row = static_cast<const T*>(p.g) + (b * cells.places + u0) * p.cols + col;
+  const uint64_t seed = kJoint == Joint::kRandom ? p.seed() : 0;
+  const float scale = p.dropout.scale;
+  // The lanes of this item, which go the same way.
+  const uint32_t group = (lanes == 32 ? 0xFFFFFFFFu : (1u << lanes) - 1)
+                         << (threadIdx.x % 32 & -lanes);
+  for (int j = 0; j < num_places; ++j, ++row, g_row += p.cols) {
     float g[kVec];
-    unpack(load<kAligned>(static_cast<const T*>(p.g) + (b * cells.places + u) * p.cols + col, left,
-                          u < places),
-           g);
+    unpack(load<kAligned>(g_row, left, j < whole_places), g);
+    Philox4 random[kFwdFrames] = {};
+    if constexpr (kJoint == Joint::kRandom) {
 #pragma unroll
-    for (int k = 0; k < kFrames; ++k) {
-      const int64_t row = first + k * pitch + u;
-      if (t0 + k >= (packed ? frames : cells.frames) || !cells.has_row(row)) break;
-      const bool counts = t0 + k < frames && u < places;
+      for (int k = 0; k < kFwdFrames; ++k) random[k] = dropout_bits(seed, row + k * pitch, vec);
+    }
+#pragma unroll
+    for (int k = 0; k < kFwdFrames; ++k) {
+      if (k >= num_frames) break;
+      const int64_t own_row = row + k * pitch, at = own_row * p.cols + col;
       float values[kVec];
       uint2 mask = {};
-      if constexpr (kPlain) {
-#pragma unroll
-        for (int i = 0; i < kVec; ++i) values[i] = counts ? f[k][i] + g[i] : kTransducerFiller;
-      } else {
-        const uint32_t keep =
-            p.dropout.is_random ? keep_bits(seed, row, col / kVec, p.dropout.threshold) : 0xFFu;
+      if (k < whole_frames && j < whole_places) {
+        unpack(f[k], values);
+        const uint32_t words[4] = {random[k].x, random[k].y, random[k].z, random[k].w};
 #pragma unroll
         for (int i = 0; i < kVec; ++i) {
-          const float sum = f[k][i] + g[i];
-          const bool above = !p.relu || !(sum <= 0.0f), kept = keep >> i & 1;
-          const float value = (above ? sum : 0.0f) * (kept ? p.dropout.scale : 0.0f);
-          values[i] = counts ? value : kTransducerFiller;
-          const bool passes = counts && above && kept && p.dropout.scale != 0.0f;
-          (i < 4 ? mask.x : mask.y) |= (passes ? 1u : 0u) << 8 * (i % 4);
+          const float sum = values[i] + g[i];
+          const bool kept = kJoint == Joint::kRandom
+                                ? (i % 2 ? words[i / 2] : words[i / 2] << 16) >= tiles.threshold
+                                : scale != 0.0f;
+          values[i] =
+              kJoint == Joint::kPlain ? sum : at_least(sum, tiles.floor) * (kept ? scale : 0.0f);
+          (i < 4 ? mask.x : mask.y) += kept && !(sum <= tiles.none) ? 1u << 8 * (i % 4) : 0u;
         }
+      } else {
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) values[i] = kTransducerFiller;
       }
-      T* out = static_cast<T*>(p.out) + row * p.cols + col;
-      kWhole ? store_by_warp<kAligned>(out, values, left) : store<kAligned>(out, values, left);
-      if (kPlain || !p.mask || left <= 0) continue;
-      uint8_t* bytes = p.mask + row * p.cols + col;
-      if (kAligned)
-        *reinterpret_cast<uint2*>(bytes) = mask;
+      if constexpr (kAligned)
+        store_by_warp(static_cast<T*>(p.out) + at, values, left, group);
       else
-        store_codes_partial(bytes, mask, left);
+        store<kAligned>(static_cast<T*>(p.out) + at, values, left);
+      if (kJoint == Joint::kPlain || !p.mask || left <= 0) continue;
+      if constexpr (kAligned)
+        *reinterpret_cast<uint2*>(p.mask + at) = mask;
+      else
+        store_codes_partial(p.mask + at, mask, left);
     }
   }
 }
 
-template <typename T, bool kAligned, bool kMasked>
-__global__ void __launch_bounds__(kThreads, 2) bwd_kernel(const TransducerJoint p) {
-  constexpr int kSteps = 4 / sizeof(T);  // places whose loads are in flight
+// kFrames: of a thread; a tile is 16 times as many.
+template <typename T, bool kAligned, bool kMasked, int kFrames>
+__global__ void __launch_bounds__(kThreads, kFrames == 4 ? 2
+                                            : kAligned   ? 4
+                                                         : 3) bwd_kernel(const TransducerJoint p) {
+  constexpr int kTile = kThreads / kLanes * kFrames;
+  constexpr int kSteps = (kFrames == 1 ? 8 : 4) / sizeof(T);  // places whose loads are in flight
   __shared__ float sums[2][kSteps][kWarps][kCols];
+  let_next_kernel_start();
   const TransducerCells& cells = p.cells;
   const int64_t tiles = p.tiles(), b = blockIdx.x / tiles, tile = blockIdx.x - b * tiles;
   const int64_t first_col = int64_t{blockIdx.y} * kCols,
                 col = first_col + threadIdx.x % kLanes * kVec;
   const int64_t left = p.cols - col;
-  const int64_t t0 = tile * kTransducerJointTile + threadIdx.x / kLanes * kFrames;
-  const int64_t frames = cells.frames_of(b), places = cells.places_of(b);
-  const int64_t pitch = cells.pitch(b), first = cells.first(b) + t0 * pitch;
-  const bool any = tile * kTransducerJointTile < frames;
+  const int64_t t0 = tile * kTile + threadIdx.x / kLanes * kFrames;
+  const int64_t frames = cells.frames_of(b), pitch = cells.pitch(b);
+  const int64_t first = cells.first(b) + t0 * pitch;
+  const int places = static_cast<int>(cells.places_of(b));  // a length of 32 bits
+  // Of this thread, without those of rows outside, of lengths that do not fit.
+  int num_frames = first < 0 ? 0 : num_within(frames, t0, kFrames);
+  while (num_frames > 0 && !cells.has_row(first + (num_frames - 1) * pitch + places - 1))
+    --num_frames;
+  const bool any = tile * kTile < frames;
   float df[kFrames][kVec] = {};
   // Float32 sums of more than 16 places would drift further than PyTorch's.
   constexpr bool kInParts = sizeof(T) == 4;
-  constexpr int kPart = 16, kWords = kInParts ? kFrames * kVec : 1;
+  constexpr int kPart = 16 / kSteps, kWords = kInParts ? kFrames * kVec : 1;
   __shared__ float totals[kWords][kThreads];
   const auto flush = [&] {
 #pragma unroll
@@ -163,16 +195,15 @@ __global__ void __launch_bounds__(kThreads, 2) bwd_kernel(const TransducerJoint 
   };
   if constexpr (kInParts)
     for (int i = 0; i < kWords; ++i) totals[i][threadIdx.x] = 0.0f;
-  for (int64_t u0 = 0, step = 0; any && u0 < places; u0 += kSteps, ++step) {
+  for (int u0 = 0, step = 0; any && u0 < places; u0 += kSteps, ++step) {
     Vec8<T> grad[kSteps][kFrames];
     uint2 kept[kSteps][kFrames];
 #pragma unroll
     for (int s = 0; s < kSteps; ++s)
 #pragma unroll
       for (int k = 0; k < kFrames; ++k) {
-        const int64_t row = first + k * pitch + u0 + s;
-        const bool exists = t0 + k < frames && u0 + s < places && cells.has_row(row);
-        const int64_t at = row * p.cols + col;
+        const bool exists = k < num_frames && u0 + s < places;
+        const int64_t at = (first + k * pitch + u0 + s) * p.cols + col;
         grad[s][k] = load<kAligned>(static_cast<const T*>(p.grad) + at, left, exists);
         if (kMasked) kept[s][k] = load_mask<kAligned>(p.kept + at, left, exists);
       }
@@ -185,7 +216,7 @@ __global__ void __launch_bounds__(kThreads, 2) bwd_kernel(const TransducerJoint 
         unpack(grad[s][k], values);
 #pragma unroll
         for (int i = 0; i < kVec; ++i) {
-          const float value = !kMasked || byte_of(kept[s][k], i) ? values[i] * p.scale : 0.0f;
+          const float value = !kMasked || byte_of(kept[s][k], i) ? values[i] : 0.0f;
           df[k][i] += value;
           dg[i] += value;
         }
@@ -207,7 +238,8 @@ __global__ void __launch_bounds__(kThreads, 2) bwd_kernel(const TransducerJoint 
 #pragma unroll
       for (int w = 0; w < kWarps; ++w) sum += sums[step % 2][s][w][c];
       if (u0 + s < places && first_col + c < p.cols)
-        p.workspace[((b * tiles + tile) * cells.places + u0 + s) * p.cols + first_col + c] = sum;
+        p.workspace[((b * tiles + tile) * cells.places + u0 + s) * p.cols + first_col + c] =
+            sum * p.scale;
     }
     if constexpr (kInParts)
       if (step % kPart == kPart - 1) flush();
@@ -220,10 +252,13 @@ __global__ void __launch_bounds__(kThreads, 2) bwd_kernel(const TransducerJoint 
       for (int i = 0; i < kVec; ++i) df[k][i] = totals[k * kVec + i][threadIdx.x];
   }
 #pragma unroll
-  for (int k = 0; k < kFrames; ++k)
-    if (t0 + k < cells.frames)
-      store<kAligned>(static_cast<T*>(p.df) + (b * cells.frames + t0 + k) * p.cols + col, df[k],
-                      left);
+  for (int k = 0; k < kFrames; ++k) {
+    if (t0 + k >= cells.frames) break;
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) df[k][i] *= p.scale;
+    store<kAligned>(static_cast<T*>(p.df) + (b * cells.frames + t0 + k) * p.cols + col, df[k],
+                    left);
+  }
 }
 
 // dg, from the sums of the tiles that have frames.
@@ -234,9 +269,10 @@ __global__ void __launch_bounds__(kThreads) sum_kernel(const TransducerJoint p, 
   const int64_t b = line / cells.places, u = line - b * cells.places;
   if (b >= cells.batch) return;
   const int64_t col = (v - line * per_row) * kVec, left = p.cols - col, tiles = p.tiles();
-  float sum[kVec] = {};
+  double sum[kVec] = {};
+  wait_for_previous_kernel();
   if (u < cells.places_of(b))
-    for (int64_t tile = 0; tile * kTransducerJointTile < cells.frames_of(b); ++tile) {
+    for (int64_t tile = 0; tile * p.tile < cells.frames_of(b); ++tile) {
       float part[kVec];
       unpack(load<kAligned>(p.workspace + ((b * tiles + tile) * cells.places + u) * p.cols + col,
                             left),
@@ -244,7 +280,10 @@ __global__ void __launch_bounds__(kThreads) sum_kernel(const TransducerJoint p, 
 #pragma unroll
       for (int i = 0; i < kVec; ++i) sum[i] += part[i];
     }
-  store<kAligned>(static_cast<T*>(p.dg) + line * p.cols + col, sum, left);
+  float values[kVec];
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) values[i] = static_cast<float>(sum[i]);
+  store<kAligned>(static_cast<T*>(p.dg) + line * p.cols + col, values, left);
 }
 
 unsigned blocks_of(int64_t count, int64_t per_block) {
@@ -260,37 +299,75 @@ dim3 grid_of(int64_t count, int64_t per_block, int64_t cols, int64_t block_cols)
   return dim3(blocks_of(count, per_block), static_cast<unsigned>(tiles));
 }
 
-template <typename T, int kFwdLanes, bool kAligned>
+// As many lanes as leave the fewest idle, and so few places that the GPU is filled some times.
+FwdTiles fwd_tiles_of(const TransducerJoint& p) {
+  constexpr int64_t kEnough = int64_t{1} << 19;  // threads
+  const int64_t vecs = (p.cols + kVec - 1) / kVec;
+  const auto padded = [&](uint32_t bits) { return (vecs + (1 << bits) - 1) >> bits << bits; };
+  uint32_t lane_bits = 5;
+  for (uint32_t bits : {4u, 3u})
+    if (padded(bits) < padded(lane_bits)) lane_bits = bits;
+  const int64_t frame_tiles = (p.cells.frames + kFwdFrames - 1) / kFwdFrames;
+  int64_t places = kFwdPlaces, place_tiles, count;
+  for (;; places /= 2) {
+    place_tiles = (p.cells.places + places - 1) / places;
+    count = p.cells.batch * frame_tiles * place_tiles;
+    if (places == 1 || count * padded(lane_bits) >= kEnough) break;
+  }
+  if (count > 0x7FFFFFFF >> lane_bits)
+    fail(kApexTeUnsupported, "transducer_joint: the batch is too large for one launch");
+  const auto narrow = [](int64_t n) { return static_cast<uint32_t>(n); };
+  return {narrow(count),
+          narrow(frame_tiles),
+          narrow(place_tiles),
+          lane_bits,
+          narrow(places),
+          FastDivision(narrow(frame_tiles)),
+          FastDivision(narrow(place_tiles)),
+          p.dropout.threshold << 16,
+          p.relu ? 0.0f : -INFINITY,
+          p.relu ? 0.0f : NAN};
+}
+
+template <typename T, bool kAligned>
 void launch_fwd(const TransducerJoint& p, cudaStream_t stream) {
-  const int64_t frame_tiles = (p.cells.frames + kFrames - 1) / kFrames;
-  const int64_t place_tiles = (p.cells.places + kPlaces - 1) / kPlaces;
-  const dim3 grid = grid_of(p.cells.batch * frame_tiles * place_tiles, kThreads / kFwdLanes, p.cols,
-                            kFwdLanes * kVec);
-  const bool is_plain = !p.relu && !p.dropout.is_random && p.dropout.scale == 1.0f && !p.mask;
-  const auto kernel = is_plain ? fwd_kernel<T, kFwdLanes, kAligned, true>
-                               : fwd_kernel<T, kFwdLanes, kAligned, false>;
-  kernel<<<grid, kThreads, 0, stream>>>(p, static_cast<uint32_t>(frame_tiles),
-                                        static_cast<uint32_t>(place_tiles));
+  const FwdTiles tiles = fwd_tiles_of(p);
+  const dim3 grid =
+      grid_of(tiles.count, kThreads >> tiles.lane_bits, p.cols, int64_t{kVec} << tiles.lane_bits);
+  const bool is_plain = !p.relu && p.dropout.scale == 1.0f && !p.mask;
+  const auto kernel = p.dropout.is_random ? fwd_kernel<T, kAligned, Joint::kRandom>
+                      : is_plain          ? fwd_kernel<T, kAligned, Joint::kPlain>
+                                          : fwd_kernel<T, kAligned, Joint::kMasked>;
+  kernel<<<grid, kThreads, 0, stream>>>(p, tiles);
   check_cuda(cudaGetLastError(), "transducer_joint_fwd");
+}
+
+template <typename T, bool kAligned, int kFrames>
+void launch_sums(const TransducerJoint& p, cudaStream_t stream) {
+  const auto kernel =
+      p.kept ? bwd_kernel<T, kAligned, true, kFrames> : bwd_kernel<T, kAligned, false, kFrames>;
+  kernel<<<grid_of(p.cells.batch * p.tiles(), 1, p.cols, kCols), kThreads, 0, stream>>>(p);
+  check_cuda(cudaGetLastError(), "transducer_joint_bwd");
 }
 
 template <typename T, bool kAligned>
 void launch_bwd(const TransducerJoint& p, cudaStream_t stream) {
-  const auto kernel = p.kept ? bwd_kernel<T, kAligned, true> : bwd_kernel<T, kAligned, false>;
-  if (p.cells.frames > 0)
-    kernel<<<grid_of(p.cells.batch * p.tiles(), 1, p.cols, kCols), kThreads, 0, stream>>>(p);
+  if (p.cells.frames > 0) {
+    if (p.tile == 64) launch_sums<T, kAligned, 4>(p, stream);
+    if (p.tile == 32) launch_sums<T, kAligned, 2>(p, stream);
+    if (p.tile == 16) launch_sums<T, kAligned, 1>(p, stream);
+  }
   const int64_t per_row = (p.cols + kVec - 1) / kVec,
                 count = p.cells.batch * p.cells.places * per_row;
   if (count > 0)
-    sum_kernel<T, kAligned><<<blocks_of(count, kThreads), kThreads, 0, stream>>>(p, per_row);
-  check_cuda(cudaGetLastError(), "transducer_joint_bwd");
+    launch_dependent(sum_kernel<T, kAligned>, blocks_of(count, kThreads), kThreads, stream, p,
+                     per_row);
 }
 
 template <typename T, bool kAligned>
 void launch(const TransducerJoint& p, bool is_bwd, cudaStream_t stream) {
   if (is_bwd) return launch_bwd<T, kAligned>(p, stream);
-  if (p.cols <= 8 * kVec) return launch_fwd<T, 8, kAligned>(p, stream);
-  launch_fwd<T, 32, kAligned>(p, stream);
+  launch_fwd<T, kAligned>(p, stream);
 }
 
 void run(const TransducerJoint& p, bool is_bwd, cudaStream_t stream) {

@@ -122,6 +122,22 @@ def test_empty(device, sizes, is_packed):
     assert not dg.any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sizes", [(130, 33, 2), (250, 65, 3)])
+def test_gradients_of_many_samples(device, poison, sizes, dtype):
+    """Tiles of 32 and of 64 frames, where others have 16."""
+    f, g, f_len, g_len = inputs(*sizes, 8, dtype)
+    grad = torch.randn(*sizes, 8).to(dtype)
+    exact, same = (
+        run(reference, *(t.to(wide) for t in (f, g)), f_len, g_len, grad.to(wide), False, relu=True)
+        for wide in (torch.float64, torch.float32)
+    )
+    args = (t.to(device) for t in (f, g, f_len, g_len, grad))
+    ours = run(transducer_joint, *args, False, relu=True)
+    for a, b, c in zip(ours, exact, same, strict=True):
+        assert_as_good_as_torch(a, b, c.to(dtype))
+
+
 @pytest.mark.cuda
 @needs_cuda
 def test_many_tiles_of_frames():
