@@ -8,6 +8,7 @@
 #include "common/gpu/dependent_launch.h"
 #include "common/gpu/fast_division.h"
 #include "common/gpu/vec.h"
+#include "common/gpu/warp_store.h"
 #include "common/numerics/with_dtype.h"
 #include "transducer_joint/transducer_joint.h"
 
