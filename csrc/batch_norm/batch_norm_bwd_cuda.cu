@@ -1,5 +1,5 @@
 // batch_norm on CUDA: the sums and gradients of backward.
-#include "batch_norm/batch_norm_slab_device.h"
+#include "batch_norm/batch_norm_device.h"
 
 namespace apex_te {
 namespace batch_norm {
@@ -36,7 +36,6 @@ APEX_TE_DEFINE(batch_norm_train_bwd) {
   const BatchNormTrainBwd steps = check_batch_norm_train_bwd(args);
   const DeviceGuard guard(args.device_id());
   const auto stream = static_cast<cudaStream_t>(args.stream());
-  if (batch_norm::launch_slabs<true>(steps.bwd, {}, args.device_id(), stream)) return;
   batch_norm::launch_sums(steps.reduce, args.name(), stream);
   batch_norm::launch_elements<true>(steps.bwd, true, args.name(), stream);
 }

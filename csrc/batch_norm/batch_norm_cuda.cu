@@ -1,5 +1,5 @@
 // batch_norm on CUDA: statistics, their combination and forward.
-#include "batch_norm/batch_norm_slab_device.h"
+#include "batch_norm/batch_norm_device.h"
 
 APEX_TE_LIBRARY()
 
@@ -52,7 +52,6 @@ APEX_TE_DEFINE(batch_norm_train_fwd) {
   const BatchNormTrainFwd steps = check_batch_norm_train_fwd(args);
   const DeviceGuard guard(args.device_id());
   const auto stream = static_cast<cudaStream_t>(args.stream());
-  if (batch_norm::launch_slabs<false>(steps.fwd, steps.combine, args.device_id(), stream)) return;
   batch_norm::launch_reduction<true, false>(steps.stats, steps.combine, args.name(), stream);
   batch_norm::launch_elements<false>(steps.fwd, true, args.name(), stream);
 }
