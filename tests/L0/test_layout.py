@@ -44,8 +44,9 @@ PRIVATE = {
 
 
 @functools.cache
-def _tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+def _nodes(path: Path) -> list[ast.AST]:
+    """All nodes of a file."""
+    return list(ast.walk(ast.parse(path.read_text())))
 
 
 @functools.cache
@@ -73,12 +74,13 @@ def _absolute(node: ast.ImportFrom, module: str, is_package: bool) -> str:
     return ".".join((*base, node.module) if node.module else base)
 
 
-def _imports(modules: dict[str, Path]) -> dict[str, set[str]]:
+@functools.cache
+def _imports() -> dict[str, set[str]]:
     """For each module the modules it imports, anywhere in it, for type checkers too."""
-    graph = {}
+    graph, modules = {}, _modules()
     for module, path in modules.items():
         found = set()
-        for node in ast.walk(_tree(path)):
+        for node in _nodes(path):
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
@@ -96,7 +98,7 @@ def _private_names(modules: dict[str, Path]) -> set[tuple[str, str]]:
     """Pairs of a module and an underscored name that it takes from another module."""
     found = set()
     for module, path in modules.items():
-        nodes = list(ast.walk(_tree(path)))
+        nodes = _nodes(path)
         others = set()  # names by which the module knows other modules
         for node in nodes:
             if isinstance(node, ast.ImportFrom):
@@ -161,7 +163,7 @@ def _upward(graph: dict[str, set[str]]) -> set[tuple[str, str]]:
 
 
 def test_imports_follow_the_layers() -> None:
-    graph = _imports(_modules())
+    graph = _imports()
     assert {_part(module) for module in graph if "." in module} - set(LAYERS) <= {
         "__main__", "_version", "autocast", "graph", "parameter", "state", "statistics",
     }, "a new part of apex_te needs its line in LAYERS"  # fmt: skip
@@ -170,15 +172,14 @@ def test_imports_follow_the_layers() -> None:
 
 def _frameworks(path: Path) -> set[str]:
     """Deep-learning frameworks that a module imports, anywhere in it but for type checkers."""
-    tree = _tree(path)
     typed = {
         id(each)
-        for node in ast.walk(tree)
+        for node in _nodes(path)
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
         for each in ast.walk(node)
     }
     found = set()
-    for node in ast.walk(tree):
+    for node in _nodes(path):
         if id(node) in typed:
             continue
         if isinstance(node, ast.Import):
@@ -189,8 +190,7 @@ def _frameworks(path: Path) -> set[str]:
 
 
 def test_the_front_ends_of_torch_and_jax_are_apart() -> None:
-    modules = _modules()
-    graph = _imports(modules)
+    modules, graph = _modules(), _imports()
     mixed = {
         module: used
         for module, path in modules.items()
@@ -226,8 +226,7 @@ def test_no_module_uses_private_names_of_another() -> None:
 
 
 def test_no_module_imports_itself_through_others() -> None:
-    modules = _modules()
-    graph = _imports(modules)
+    modules, graph = _modules(), {**_imports()}
     # A package's __init__ that only hands names on is not a part of a circle.
     packages = {name for name, path in modules.items() if path.name == "__init__.py"}
     for name in packages:
