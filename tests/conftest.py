@@ -132,6 +132,7 @@ def pytest_collection():
         return (yield)
     finally:
         gc.enable()
+        gc.set_threshold(50_000, 20, 20)  # the compiler's tests make many objects that stay
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -41,7 +41,9 @@ AGAIN = [
 
 @pytest.mark.parametrize(
     ("layout", "model", "form"),
-    [(*each, form) for each in AGAIN for form in RECIPES
+    # Each layout is decoded, and values are cast to each form: in turn without --long.
+    [pytest.param(*each, form, marks=pytest.mark.long if (i + j) % 2 else ())
+     for i, each in enumerate(AGAIN) for j, form in enumerate(RECIPES)
      if form != "channel" or each[0] not in CHANNELS],
 )  # fmt: skip
 def test_other_scales_are_cast_again_if_asked_for(layout, model, form, tmp_path):

@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 import torch
-from checks import assert_same_bits, in_pairs, sqnr
+from checks import assert_same_bits, each_of, sqnr
 from schemes import chosen
 from tiny_models import tiny, transformers
 from torch import nn
@@ -78,7 +78,7 @@ def step(model, mask=None, ids=IDS):
     return logits.detach(), apex_te.integrations.key_map(model).to_original(grads)
 
 
-@in_pairs(
+@each_of(
     name=MODELS,
     implementation=["sdpa", "eager"],
     convert=[False, True],
@@ -136,7 +136,7 @@ def generated(model, **options):
     return out.sequences, torch.stack(out.logits)
 
 
-@in_pairs(
+@each_of(
     name=MODELS,
     implementation=["sdpa", "eager"],
     padded=[False, True],

@@ -203,7 +203,8 @@ def make(name, device, form=({}, ()), without=(), padded=None, dtypes=None, size
         bound.extents |= {letter: (size + more,) for letter, size in sizes.items()}
         return bound
 
-    whole, places = bindings(), [bindings(i) for i in range(sizes.get("n", 0))]
+    is_mixed = any(p.length and p.is_mixed for p in params.values())
+    whole, places = bindings(), [bindings(i) for i in range(sizes.get("n", 0) * is_mixed)]
 
     def tensor(p, bound):
         shape = bound.shape(p, padded=padded)

@@ -1,5 +1,6 @@
 """Every public function refuses arguments that it cannot take, with an error of its own."""
 
+import functools
 import inspect
 
 import pytest
@@ -16,6 +17,7 @@ class Stranger:
     """An object without any attribute that a tensor or an option has."""
 
 
+@functools.cache
 def nested(layout):
     return torch.nested.nested_tensor([torch.rand(3, 4), torch.rand(2, 4)], layout=layout)
 
