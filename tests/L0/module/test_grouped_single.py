@@ -288,7 +288,7 @@ def test_compiled_microbatches(device, name):
     """Later microbatches read the first one's copies, until weights change."""
     single, _ = pair(device, groups=2)  # the GEMMs of each group are traced
     other, splits = copy.deepcopy(single), tensor_of([24, 0], device)
-    compiled = torch.compile(other, fullgraph=name != "first", backend="aot_eager")
+    compiled = torch.compile(other, fullgraph=name != "first", backend="eager")
     for first in (True, False, True, False):
         x, dy = torch.randn(24, 48).to(device), torch.randn(24, 32).to(device)
         results = [run(each, x, dy, splits, name, first) for each in (single, compiled)]
