@@ -171,7 +171,7 @@ def test_first_steps_of_models_that_begin_one_after_the_other(device):
     for is_compiled in (False, True):
         counters.clear()
         for module in [build("Linear", device) for _ in range(2)]:  # both exist from the start
-            run = compiled(module, device, "eager") if is_compiled else module
+            run = compiled(module, device) if is_compiled else module
             found, graphs = train("Linear", module, run, [(True, recipe)] * 3, device)
             assert (graphs[0] > 0) == is_compiled
             assert graphs[1] == graphs[2]
