@@ -340,8 +340,16 @@ def test_recompute(device, name, reentrant, within):
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("none", "sigmoid, capacity and all"), ("tensorwise", "gpt-oss"), ("blockwise", "plain")],
-)
+    [
+        ("none", "sigmoid, capacity and all"), ("tensorwise", "gpt-oss"), ("blockwise", "plain"),
+        *(
+            pytest.param(name, kind, marks=pytest.mark.long)
+            for name in ("none", "tensorwise", "blockwise")
+            for kind in ("all", "sigmoid", "best", "gpt-oss")
+            if (name, kind) != ("tensorwise", "gpt-oss")
+        ),
+    ],
+)  # fmt: skip
 def test_compiled(device, name, kind):
     layer = layer_of(device, experts=3, **{**OPTIONS[kind], "top_k": 2})
     other = copy.deepcopy(layer)
