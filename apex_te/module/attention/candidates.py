@@ -269,8 +269,7 @@ def _no_expanded(p: Problem) -> str | None:
     if p.groups == p.heads:
         return ""
     obstacle = _no_efficient(p._replace(groups=p.heads))
-    few = p.batch * p.heads * p.queries * p.keys < MANY_SCORES
-    if obstacle is None and few and p.dtype in _HALF:
+    if obstacle is None and p.batch * p.heads * p.queries * p.keys < MANY_SCORES:
         return _GROUPS  # GEMMs are faster, and their scores fit
     return obstacle
 
