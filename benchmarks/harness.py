@@ -1,8 +1,9 @@
 """Timing and reporting shared by the benchmarks.
 
 Kernel time: CUDA events around one call, L2 flushed before it (cold), median of many with p10 and
-p90. Pairs: two contenders alternate, so that clock drift hits both. Data is random normal. Every
-report carries CPU, GPU, driver, torch, commit, date and the SM clock before and after.
+p90; ops wait until the host has issued their kernels, up to 0.2 ms. Pairs: two contenders
+alternate, so that clock drift hits both. Data is random normal. Every report carries CPU, GPU,
+driver, torch, commit, date and the SM clock before and after.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ LAYOUTS = {
 
 with_peers = True  # False: ``measure`` times no peer
 _FLUSH_BYTES = 256 << 20
+_AHEAD = 400_000  # clocks of the GPU in which the host issues the kernels of a call
 _flush: torch.Tensor | None = None
 
 
@@ -70,11 +72,13 @@ def elapsed_us(call: Callable[[], Any]) -> float:
     return start.elapsed_time(end) * 1e3
 
 
-def _cold_us(call: Callable[[], Any]) -> float:
+def _cold_us(call: Callable[[], Any], clocks: int = 0) -> float:
     global _flush
     if _flush is None:
         _flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
     _flush.zero_()
+    if clocks:
+        torch.cuda._sleep(clocks)
     return elapsed_us(call)
 
 
@@ -91,7 +95,7 @@ def kernel_us(
     times = []
     for _ in range(warmup + repeats):
         prepare()
-        times.append(_cold_us(call))
+        times.append(_cold_us(call, _AHEAD))
     return summary(times[warmup:])
 
 
@@ -105,16 +109,18 @@ def _in_turns(
     return [summary(t) for t in times]
 
 
-def paired_us(calls: list[Call], repeats: int = 20, warmup: int = 3) -> list[dict[str, float]]:
-    """Times several calls that take turns, each as ``kernel_us`` does."""
+def paired_us(
+    calls: list[Call], repeats: int = 20, warmup: int = 3, clocks: int = 0
+) -> list[dict[str, float]]:
+    """Times several calls that take turns, cold L2; the host has ``clocks`` of the GPU ahead."""
     for call in calls:
         for _ in range(warmup):
             call()
-    return _in_turns(calls, repeats, _cold_us)
+    return _in_turns(calls, repeats, lambda call: _cold_us(call, clocks))
 
 
 def paired_ms(calls: dict[str, Call], repeats: int, warmup: int = 3) -> dict[str, float]:
-    """Median milliseconds by name of calls that take turns, each as ``kernel_us`` does."""
+    """Median milliseconds by name of calls that take turns, each as ``paired_us`` does."""
     times = paired_us([*calls.values()], repeats, warmup)
     return {name: each["us"] / 1e3 for name, each in zip(calls, times, strict=True)}
 
@@ -232,7 +238,7 @@ def measure(
             running[name] = peer
         except Exception as error:  # a peer's own limits are its own
             missing[f"{name} us"] = f"not run: {type(error).__name__}"
-    ours, *theirs = paired_us([call, *running.values()], repeats=repeats)
+    ours, *theirs = paired_us([call, *running.values()], repeats, clocks=_AHEAD)
     ceiling = copy_us(num_bytes)["us"]
     shape = shape if isinstance(shape, str) else text_of(shape)
     row = {"function": function, "shape": shape, **extra, **ours}
