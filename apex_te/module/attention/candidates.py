@@ -12,6 +12,7 @@ from .cudnn import cudnn_drops, cudnn_has_sizes, cudnn_is_right
 from .masks import Visibility
 
 _HALF = (torch.float16, torch.bfloat16)
+_WITH_GRADIENT = ("gradient", "alone")
 # Elements of scores [b, h, sq, sk] above which it is worth time not to keep them.
 MANY_SCORES = 2**31
 
@@ -61,7 +62,8 @@ class Problem(NamedTuple):
         form: keys that a query sees: ``"full"``, all; ``"causal"``, those up to its own position,
             of as many keys as queries; ``"window"``, those around its position, counted from the
             last; ``"mask"``, any; ``"packed"``, those of its own sequence, all or such a window.
-        bias: ``"none"``, ``"constant"`` or ``"gradient"``.
+        bias: ``"none"``, ``"constant"``, ``"gradient"``, or ``"alone"`` if it requires a gradient and
+            no other tensor does.
         independent_rows: see ``Options``.
         deterministic: ``torch.use_deterministic_algorithms`` is on.
     """
@@ -106,7 +108,9 @@ class Problem(NamedTuple):
             form = "causal"
         needs = "none"
         if bias is not None:
-            needs = "gradient" if bias.requires_grad else "constant"
+            needs = "constant"
+            if bias.requires_grad:
+                needs = "gradient" if any(x.requires_grad for x in (q, k, v)) else "alone"
         return cls(
             q.device, q.dtype, batch, heads, groups, queries, keys, size, v.shape[3], form, needs,
             options.dropout, options.has_sink, options.independent_rows,
@@ -151,7 +155,7 @@ def _no_cpu(p: Problem) -> str | None:
         return _DOUBLE
     if p.has_sink and p.is_empty:
         return _EMPTY
-    if p.bias == "gradient":
+    if p.bias in _WITH_GRADIENT:
         return "core_attention_bias needs a gradient"
     if p.dropout > 0.0:
         return "PyTorch's fused kernel for CPUs does not support dropout"
@@ -250,8 +254,8 @@ def _no_efficient(p: Problem) -> str | None:
         return _DOUBLE
     if p.has_sink and p.is_empty:
         return _EMPTY
-    if p.bias == "gradient" and p.has_sink:
-        return "core_attention_bias needs a gradient"
+    if p.bias == "alone" or (p.bias == "gradient" and p.has_sink):
+        return "core_attention_bias needs a gradient"  # alone it gets none: torch keeps no lse
     if p.deterministic:
         return _REPEATABLE
     if p.groups != p.heads:
@@ -260,7 +264,7 @@ def _no_efficient(p: Problem) -> str | None:
 
 
 def _no_independent(p: Problem) -> str | None:
-    fits = p.is_cuda and p.dtype in (*_HALF, torch.float32) and p.bias != "gradient"
+    fits = p.is_cuda and p.dtype in (*_HALF, torch.float32) and p.bias not in _WITH_GRADIENT
     fits = fits and not p.deterministic and not p.is_empty
     return None if fits and not (p.size % 8 or p.value_size % 8) else ""
 
@@ -269,7 +273,8 @@ def _no_expanded(p: Problem) -> str | None:
     if p.groups == p.heads:
         return ""
     obstacle = _no_efficient(p._replace(groups=p.heads))
-    if obstacle is None and p.batch * p.heads * p.queries * p.keys < MANY_SCORES:
+    few = p.batch * p.heads * p.queries * p.keys < MANY_SCORES
+    if obstacle is None and few and p.dtype in _HALF:
         return _GROUPS  # GEMMs are faster, and their scores fit
     return obstacle
 

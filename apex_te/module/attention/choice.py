@@ -18,7 +18,7 @@ from .masks import Visibility
 # Shorter sequences are bound by the host, and cuDNN plans anew for each shape.
 _MANY = 512
 _PLAIN = ("full", "causal")
-_BIASES = ("none", "constant", "gradient")
+_BIASES = ("none", "constant", "gradient", "alone")
 
 
 class Row(NamedTuple):

@@ -129,18 +129,22 @@ def test_packed_sequences_are_as_alone(kind, slopes, device):
     assert_close(out.cpu(), torch.cat(expected).float(), **TOLERANCE)
 
 
-def test_slopes_learn(device):
-    """Slopes that require a gradient get one, with and without recomputing."""
+@pytest.mark.parametrize("groups", [G, H])
+@pytest.mark.parametrize("alone", [True, False])
+def test_slopes_learn(device, groups, alone):
+    """Slopes that require a gradient get one, with and without recomputing; also they alone."""
     slopes = torch.rand(H, dtype=torch.float64, requires_grad=True)
     q, k, v = (t.double() for t in tensors(7, 7))
+    k, v = (t[:, :1].expand(-1, groups, -1, -1) for t in (k, v))
     constant = bias_of("causal", torch.ones(H), 7, 7, None)
     hidden = hides("causal", None, 7, 7, None)
     out = exact_attention(q, k, v, hidden, None, constant * slopes[:, None, None])
     (expected,) = torch.autograd.grad(out.square().sum(), slopes)
-    module = DotProductAttention(H, D, G, qkv_format="bshd")
+    module = DotProductAttention(H, D, groups, qkv_format="bshd")
     for again in (False, True):
         own = slopes.detach().float().to(device).requires_grad_()
         heads = [t.transpose(1, 2).float().to(device) for t in (q, k, v)]
+        heads[0].requires_grad_(not alone)
         found = module(*heads, alibi_slopes=own, checkpoint_core_attention=again, **ALIBI)
         (grad,) = torch.autograd.grad(found.square().sum(), own)
         assert_close(grad.cpu(), expected.float(), rtol=1e-4, atol=1e-5)

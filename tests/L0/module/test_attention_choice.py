@@ -58,7 +58,11 @@ def gpu(monkeypatch):
         ({"form": "mask", "queries": 8192}, "expanded", "expanded"),
         ({"bias": "gradient", "groups": 32}, "sdpa", "sdpa"),
         ({"bias": "gradient", "groups": 32, "has_sink": True}, "softmax", "softmax"),
+        ({"bias": "alone", "groups": 32}, "softmax", "softmax"),
         ({"dtype": torch.float32, "groups": 32}, "sdpa", "sdpa"),
+        ({"dtype": torch.float32}, "expanded", "expanded"),
+        ({"dtype": torch.float32, "bias": "gradient"}, "expanded", "expanded"),
+        ({"dtype": torch.float32, "bias": "alone"}, "softmax", "softmax"),
         ({"dtype": torch.float64}, "sdpa", "sdpa"),
         ({"dtype": torch.float64, "has_sink": True}, "softmax", "softmax"),
         ({"sizes": (36, 20), "queries": 64}, "widened", "widened"),
@@ -111,7 +115,7 @@ def test_each_kernel_is_in_a_row_and_each_problem_too(gpu):
     for capability in (HOPPER, AMPERE):
         gpu(capability)
         for form in ("full", "causal", "window", "mask", "packed"):
-            for bias in ("none", "constant", "gradient"):
+            for bias in ("none", "constant", "gradient", "alone"):
                 for device in ("cuda", "cpu", "meta"):
                     each = problem(form, bias=bias)._replace(device=torch.device(device))
                     assert any(row.has(each) for row in TABLE)
