@@ -62,8 +62,8 @@ class Problem(NamedTuple):
         form: keys that a query sees: ``"full"``, all; ``"causal"``, those up to its own position,
             of as many keys as queries; ``"window"``, those around its position, counted from the
             last; ``"mask"``, any; ``"packed"``, those of its own sequence, all or such a window.
-        bias: ``"none"``, ``"constant"``, ``"gradient"``, or ``"alone"`` if it requires a gradient and
-            no other tensor does.
+        bias: ``"none"``, ``"constant"``, ``"gradient"``, or ``"alone"`` if no other tensor requires
+            a gradient.
         independent_rows: see ``Options``.
         deterministic: ``torch.use_deterministic_algorithms`` is on.
     """
