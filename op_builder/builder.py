@@ -68,7 +68,7 @@ class OpBuilder(ApexMembers, OpSpec):
             device, capability: as in ``find``.
 
         Raises:
-            UnknownOpError: the op has no library for ``device``.
+            UnknownOpError: the op is not implemented for ``device``.
             BuildError: compiling failed.
         """
         return open_library(self, device, capability)
@@ -84,7 +84,7 @@ class OpBuilder(ApexMembers, OpSpec):
                 library must hold the archs that the environment lists, if it lists any.
 
         Raises:
-            UnknownOpError: the op has no library for ``device``.
+            UnknownOpError: the op is not implemented for ``device``.
         """
         self.check_device(device)
         return look_up(self, device, capability)

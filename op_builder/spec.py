@@ -219,7 +219,7 @@ class OpSpec:
         return self.BINDING == "c"
 
     def check_device(self, device: str) -> None:
-        """Raises ``UnknownOpError`` if the op has no library for ``device``."""
+        """Raises ``UnknownOpError`` if the op is not implemented for ``device``."""
         if device not in self.DEVICES:
             raise UnknownOpError(
                 f"{self.NAME}: device must be one of {', '.join(self.DEVICES)}, got {device!r}"

@@ -89,8 +89,8 @@ def batch_norm_train_fwd(
         eps: added to the variance.
         z: residual in the shape and dtype of ``x``; None adds nothing.
         relu: True to apply a ReLU at the end.
-        running_mean: float32 [c], overwritten by ``(1 - momentum) * running_mean + momentum *
-            mean``; unchanged if ``x`` has no elements.
+        running_mean: float32 [c], updated in place to ``(1 - momentum) * running_mean + momentum *
+            mean``. An empty ``x`` does not update it.
         running_var: float32 [c], updated in the same way with the unbiased variance.
         momentum: weight of the new statistics in the running ones.
         channels_last: True if the channels are the last dimension.

@@ -382,7 +382,7 @@ def gather_rows(inp: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
     Args:
         inp: [n, hidden] float32, float16, bfloat16 or any dtype of one byte.
-        rows: int32 [m]; a number that is no row of ``inp``, like -1, gives a row of zeros.
+        rows: int32 [m]; row numbers; one outside of ``inp``, such as -1, gives a row of zeros.
 
     Returns:
         [m, hidden] in the dtype of ``inp``.

@@ -1,8 +1,8 @@
 """Times every kernel that fits an attention, to make and check ``choice.TABLE``.
 
 For each problem the kernels take turns, and the table's choice is wrong where it takes more than
-1.03 times as long as the fastest. A kernel that keeps the scores is no rival of one that does not,
-and sequences below 512 tokens are not cuDNN's, which plans anew for each shape.
+1.03 times as long as the fastest. Kernels that keep the scores are not compared with a choice that
+does not keep them, nor cuDNN with a choice for fewer than 512 tokens: it plans each new shape.
 """
 
 from __future__ import annotations

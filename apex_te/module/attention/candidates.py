@@ -255,7 +255,8 @@ def _no_efficient(p: Problem) -> str | None:
     if p.has_sink and p.is_empty:
         return _EMPTY
     if p.bias == "alone" or (p.bias == "gradient" and p.has_sink):
-        return "core_attention_bias needs a gradient"  # alone it gets none: torch keeps no lse
+        # The gradient of a bias needs the log-sum-exp, which torch keeps for those of q, k and v.
+        return "core_attention_bias needs a gradient"
     if p.deterministic:
         return _REPEATABLE
     if p.groups != p.heads:

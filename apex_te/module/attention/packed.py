@@ -260,7 +260,7 @@ def _attend_filled(
     options: Options,
     sink: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attends causally to as many tokens as sequences of ``longest`` have; those lacking are 0."""
+    """Attends causally to packed sequences, padded to ``longest`` tokens; 0 for tokens of none."""
     q, k, v = (x.unflatten(0, (-1, longest)).transpose(1, 2) for x in places.open(q, k, v))
     out = attend(q, k, v, None, path, _CAUSAL, options, sink=sink)
     return places.close(out.transpose(1, 2).flatten(0, 1))[0]

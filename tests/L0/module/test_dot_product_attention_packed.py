@@ -179,7 +179,7 @@ def test_sequences_of_another_tensor_stay_on_the_gpu(dtype, cu):
 
 @pytest.mark.parametrize("lengths", [[16, 16, 16], [16, 3, 0], [0, 0, 0], [40, 4, 4], [13, 16, 16]])
 def test_sequences_moved_apart(lengths, device):
-    """As many tokens as three sequences of 16 have; of a longer one the rest has no values."""
+    """Three packed sequences, padded to 16 tokens; a longer one's other tokens give zeros."""
     q, k, v = (torch.randn(48, heads, D, dtype=torch.float64) for heads in (H, H, H))
     leaves = [x.float().to(device).requires_grad_() for x in (q, k, v)]
     cut, first = [], 0
