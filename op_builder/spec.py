@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 from .jit.backends.archs import Capability, own_arch
-from .jit.errors import UnknownOpError
+from .jit.errors import BuildError, UnknownOpError
 
 SUITE = Path(__file__).resolve().parent.parent
 INCLUDE_FLAGS = ("APEX_BUILD_CPP_OPS", "APEX_BUILD_CUDA_OPS")
@@ -135,6 +135,9 @@ class OpSpec:
 
         They are the files ``csrc/<op>/<op>_*_cpu.cpp``, ``csrc/<op>/<op>_*_cuda.cu`` and those
         without a middle part; for an extension all ``.cpp`` and ``.cu`` files of ``csrc/<op>``.
+
+        Raises:
+            BuildError: the folder has a ``.cpp`` or ``.cu`` file of another name.
         """
         try:
             names = sorted(os.listdir(self.root / "csrc" / self.NAME))
@@ -143,8 +146,13 @@ class OpSpec:
         if self.BINDING == "pybind11":
             mine = [name for name in names if name.endswith((".cpp", ".cu"))]
         else:
-            mine = [name for name in names if name.startswith(f"{self.NAME}_")]
-            mine = [name for name in mine if name.endswith(_SOURCE_ENDINGS)]
+            mine = [name for name in names if name.endswith((".cpp", ".cu"))]
+            for name in mine:
+                if not (name.startswith(f"{self.NAME}_") and name.endswith(_SOURCE_ENDINGS)):
+                    raise BuildError(
+                        f"{self.NAME}: csrc/{self.NAME} must have sources named "
+                        f"{self.NAME}_*_cpu.cpp and {self.NAME}_*_cuda.cu alone, got {name}"
+                    )
         return [f"csrc/{self.NAME}/{name}" for name in mine]
 
     def include_paths(self) -> list[str]:

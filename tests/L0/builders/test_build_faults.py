@@ -370,6 +370,14 @@ def test_clock_that_is_put_back_while_processes_wait(root, tmp_path):
     assert log.read_text() == "x\n"
 
 
+@pytest.mark.parametrize("name", ["join_cuda.cu", "tiny_join.cpp", "tiny_join.cu"])
+def test_source_of_another_name(root, forget, name):
+    """It would be left out, and its functions missing from the library."""
+    (root / "csrc" / "tiny" / name).write_text("")
+    with pytest.raises(BuildError, match=f"tiny_.*_cuda.cu alone, got {name}"):
+        Tiny(root).open()
+
+
 @pytest.mark.parametrize("stamp", [0, 1, 4102444800])
 def test_sources_of_another_time(root, forget, stamp):
     for path in root.rglob("*"):
