@@ -186,14 +186,17 @@ def test_lars_skips_adapting_a_group(device):
 LAMB = {"lr": 0.1, "weight_decay": 0.1, "max_grad_norm": 0.5}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_mixed_precision_lamb_is_lamb(device, dtype):
+@pytest.mark.parametrize(
+    ("dtype", "limit"), [(torch.float32, 0.5), (torch.bfloat16, 0.5), (torch.float32, 0.0)]
+)
+def test_mixed_precision_lamb_is_lamb(device, dtype, limit):
     params, others = _params(device, dtype), _params(device, dtype)
     for p, q in zip(params, others, strict=True):
         q.data.copy_(p)
     low = None if dtype is torch.float32 else dtype
-    optimizer = optimizers.FusedMixedPrecisionLamb(params, **LAMB, reduced_precision_dtype=low)
-    plain = FusedLAMB(others, **LAMB, master_weights=low is not None)
+    options = LAMB | {"max_grad_norm": limit}
+    optimizer = optimizers.FusedMixedPrecisionLamb(params, **options, reduced_precision_dtype=low)
+    plain = FusedLAMB(others, **options, master_weights=low is not None)
     for i in range(STEPS):
         _set_grads(params, i)
         _set_grads(others, i)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -29,8 +30,7 @@ class FusedMixedPrecisionLamb(ListOptimizer):
         amsgrad: not available; True raises RuntimeError.
         adam_w_mode: decoupled weight decay; False adds it to the gradient.
         grad_averaging: the gradient enters ``exp_avg`` with weight ``1 - betas[0]`` instead of 1.
-        max_grad_norm: the joint norm of all gradients to which they are clipped. Unlike in
-            ``FusedLAMB``, 0 does not disable clipping: it makes all gradients 0.
+        max_grad_norm: clip the joint norm of all gradients to this value; 0 does not clip.
         use_nvlamb: also scale the updates of tensors without weight decay.
         reduced_precision_dtype: dtype of the parameters that have master weights; None for none.
 
@@ -175,9 +175,10 @@ class FusedMixedPrecisionLamb(ListOptimizer):
         lists = [grads_of(params), weights, *moments]
         if any(master is not None for master in masters):
             lists.append(params)
+        max_norm = scale * (group["max_grad_norm"] or math.inf)
         self.multi_tensor_lamb(
             CHUNK, flag, lists, group["lr"], *group["betas"], group["eps"], group["step"],
             group["bias_correction"], group["weight_decay"], group["grad_averaging"],
-            self.adam_w_mode, norm, scale * group["max_grad_norm"], self.use_nvlamb, flag,
+            self.adam_w_mode, norm, max_norm, self.use_nvlamb, flag,
             scale.double().reciprocal().float(),
         )  # fmt: skip
