@@ -28,8 +28,10 @@ TRAIN = "examples/pretrain/train.py"
 STACKS = {
     "apex_te bf16": ["--recipe", "bf16"],
     "apex_te delayed": ["--recipe", "delayed"],
+    "apex_te delayed, FP8 head": ["--recipe", "delayed", "--fp8-head"],
     "apex_te tensorwise": ["--recipe", "tensorwise"],
     "apex_te blockwise": ["--recipe", "blockwise"],
+    "apex_te blockwise, FP8 head": ["--recipe", "blockwise", "--fp8-head"],
     "torch bf16 compiled": ["--layers", "torch", "--compile"],
     "torchao tensorwise compiled": ["--layers", "torchao", "--recipe", "tensorwise", "--compile"],
 }
@@ -62,13 +64,14 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--steps", type=int, default=25)
+    parser.add_argument("--stacks", nargs="+", choices=[*STACKS], default=[*STACKS])
     parser.add_argument("--tokens", type=Path, metavar="DIR", help="written by prepare.py")
     parser.add_argument("--name", default="pretrain_1.3b_h100", help="of the results file")
     options = parser.parse_args()
     rows = []
-    for stack, own in STACKS.items():
+    for stack in options.stacks:
         with tempfile.TemporaryDirectory() as folder:
-            figures = run(options, own, folder)
+            figures = run(options, STACKS[stack], folder)
         row = {"stack": stack, "tokens/s": round(figures["tokens_per_s"]), "ms": figures["ms"]}
         row |= {"MFU": figures.get("mfu"), "peak GiB": figures.get("peak_gib")}
         row["J"] = figures.get("joules_per_token", 0) * options.batch * options.context
@@ -76,10 +79,12 @@ def main() -> None:
         print(row, flush=True)
     speed = {row["stack"]: row["tokens/s"] for row in rows}
     for row in rows:
-        row["of bf16"] = row["tokens/s"] / speed["apex_te bf16"]
-        row["of torch"] = row["tokens/s"] / speed["torch bf16 compiled"]
+        for name, base in (("of bf16", "apex_te bf16"), ("of torch", "torch bf16 compiled")):
+            if base in speed:
+                row[name] = row["tokens/s"] / speed[base]
     about = {name: getattr(options, name) for name in ("model", "context", "batch", "steps")}
-    about["torchao"] = importlib.metadata.version("torchao")
+    if any("torchao" in stack for stack in options.stacks):
+        about["torchao"] = importlib.metadata.version("torchao")
     harness.report(options.name, rows, **about, command=" ".join([TRAIN, *shared(options)]))
 
 
