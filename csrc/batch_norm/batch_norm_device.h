@@ -26,6 +26,11 @@ constexpr int kFinishBatch = 4;  // parts of a channel whose loads come first
 template <typename T, bool kStats>
 constexpr int kBatch = (kStats ? 16 : 8) / sizeof(T);
 
+// Rows of a thread that has elements of a matrix, whose loads come first; without gradients 128
+// bytes of float32, since nothing else is in flight.
+template <typename T, bool kBwd>
+constexpr int kElementBatch = kBwd ? kBatch<T, false> : 4;
+
 // How a block's threads share the columns of a matrix [rows, cols].
 struct Columns {
   int64_t rows, cols, tiles;
@@ -568,9 +573,9 @@ struct ElementRows {
 
 // Elements of a matrix of rows of whole vectors.
 template <typename T, bool kBwd, bool kRelu>
-__global__ void __launch_bounds__(kThreads, kBwd ? 2 : 3)
+__global__ void __launch_bounds__(kThreads, kBwd || sizeof(T) == 4 ? 2 : 3)
     columns_kernel(const BatchNorm p, int lanes, int64_t cols, const ElementRows element_rows) {
-  constexpr int kCount = kBatch<T, false>;
+  constexpr int kCount = kElementBatch<T, kBwd>;
   __shared__ Channels channels;
   const Place place(lanes);
   if (block_row() >= element_rows.blocks()) return;
@@ -746,11 +751,11 @@ void launch_elements_of(const BatchNorm& p, bool after_finish, const char* name,
   const Columns columns(p.n, p.c * p.s);
   const bool by_columns = p.s == 1 || (p.s % kVec != 0 && p.n >= 32);
   if (aligned && by_columns && columns.cols % kVec == 0) {
-    const int64_t step = kThreads / columns.lanes * kBatch<T, false>;
+    const int64_t step = kThreads / columns.lanes * kElementBatch<T, kBwd>;
     const int64_t steps = (columns.rows + step - 1) / step;
     const int64_t blocks = std::max<int64_t>(kElementBlocks / columns.tiles, 1);
     // Blocks that run at once have neighbouring rows, which DRAM reads and writes faster.
-    const int64_t most_rows = kElementVectors / kBatch<T, false> * step;
+    const int64_t most_rows = kElementVectors / kElementBatch<T, kBwd> * step;
     ElementRows rows = {columns.rows, std::min((steps + blocks - 1) / blocks * step, most_rows)};
     if (after_finish && p.numel() * static_cast<int64_t>(sizeof(T)) <= kReusedBytes) {
       rows.lines = p.split.lines;
