@@ -159,11 +159,12 @@ __global__ void __launch_bounds__(kThreads, kAligned&& std::is_same<T, BFloat16>
 
 // kFrames: of a thread; a tile is 16 times as many.
 template <typename T, bool kAligned, bool kMasked, int kFrames>
-__global__ void __launch_bounds__(kThreads, kFrames == 4 ? 2
+__global__ void __launch_bounds__(kThreads, kFrames != 2 ? 2
                                             : kAligned   ? 4
                                                          : 3) bwd_kernel(const TransducerJoint p) {
   constexpr int kTile = kThreads / kLanes * kFrames;
-  constexpr int kSteps = (kFrames == 1 ? 8 : 4) / sizeof(T);  // places whose loads are in flight
+  constexpr bool kAhead = kFrames == 1;  // few blocks: loads are in flight over the barrier, too
+  constexpr int kSteps = kAhead ? 4 : 4 / sizeof(T);  // places whose loads are in flight
   __shared__ float sums[2][kSteps][kWarps][kCols];
   let_next_kernel_start();
   const TransducerCells& cells = p.cells;
@@ -196,9 +197,9 @@ __global__ void __launch_bounds__(kThreads, kFrames == 4 ? 2
   };
   if constexpr (kInParts)
     for (int i = 0; i < kWords; ++i) totals[i][threadIdx.x] = 0.0f;
-  for (int u0 = 0, step = 0; any && u0 < places; u0 += kSteps, ++step) {
-    Vec8<T> grad[kSteps][kFrames];
-    uint2 kept[kSteps][kFrames];
+  Vec8<T> grad[kSteps][kFrames];
+  uint2 kept[kSteps][kFrames];
+  const auto load_step = [&](int u0) {
 #pragma unroll
     for (int s = 0; s < kSteps; ++s)
 #pragma unroll
@@ -208,6 +209,10 @@ __global__ void __launch_bounds__(kThreads, kFrames == 4 ? 2
         grad[s][k] = load<kAligned>(static_cast<const T*>(p.grad) + at, left, exists);
         if (kMasked) kept[s][k] = load_mask<kAligned>(p.kept + at, left, exists);
       }
+  };
+  if (kAhead && any) load_step(0);
+  for (int u0 = 0, step = 0; any && u0 < places; u0 += kSteps, ++step) {
+    if (!kAhead) load_step(u0);
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
       float dg[kVec] = {};
@@ -231,6 +236,7 @@ __global__ void __launch_bounds__(kThreads, kFrames == 4 ? 2
         line[1] = make_float4(dg[4], dg[5], dg[6], dg[7]);
       }
     }
+    if (kAhead) load_step(u0 + kSteps);
     // The next step writes to the other half, and the one behind it follows the next barrier.
     __syncthreads();
     for (int i = threadIdx.x; i < kSteps * kCols; i += kThreads) {
