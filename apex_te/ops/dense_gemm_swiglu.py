@@ -20,9 +20,10 @@ from .fp8_output import FP8Output, check_fp8_dtype, columnwise_length
 _lib = runtime.ops("dense_gemm")
 
 _SPLIT = 512
-# On an H200 an MLP of 1.2e11 multiplications (M x F x K) gains 2 to 4%. In one of 3.4e10 the host
-# takes longer than the GPU, and longer for these kernels.
-_MIN_ROWS, _MIN_DEPTH, _MIN_WORK = 2048, 2048, 10**11
+# On an H200 an MLP of 1.2e11 multiplications (M x F x K) gains 2 to 4%, one of 1.5e11 or more with
+# a K of 768 or 1024 -1 to 1%. In one of 3.4e10 the host takes longer than the GPU, and longer for
+# these kernels.
+_MIN_ROWS, _MIN_DEPTH, _MIN_WORK = 2048, 1536, 10**11
 
 is_active: bool = env.boolean("APEX_TE_FUSED_SWIGLU", True)
 
