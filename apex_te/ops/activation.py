@@ -234,7 +234,11 @@ class _Activation(OpFunction):
 
 
 def reference(x: torch.Tensor, kind: str) -> torch.Tensor:
-    """Computes ``activation`` in plain PyTorch in x's dtype, as a differentiable specification."""
+    """Computes ``activation`` in plain PyTorch in x's dtype, as a differentiable specification.
+
+    x has any shape and floating-point dtype, which the result has, too; ``kind`` is a name that
+    ``activation`` accepts, such as "silu".
+    """
     functional = torch.nn.functional
     if kind in ("gelu", "gelu_erf"):
         return reference_gelu(x, kind == "gelu")

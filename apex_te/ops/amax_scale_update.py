@@ -119,7 +119,11 @@ def reference(
     algo: str = "max",
     pow2: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes the update of one history in plain PyTorch; returns new (history, scale)."""
+    """Computes the update of one history in plain PyTorch; returns new (history, scale).
+
+    ``history`` is float32 [length, slots], ``scale`` float32 [slots]; other arguments are as in
+    ``amax_scale_update``.
+    """
     history, scale = history.clone(), scale.clone()
     for slot in range(history.shape[1]):
         column = history[:, slot].clone()

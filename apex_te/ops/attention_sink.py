@@ -134,7 +134,11 @@ def _with_rows(x: torch.Tensor) -> torch.Tensor:
 def reference(
     values: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes ``attention_sink_fwd`` in plain PyTorch, in the dtype of ``lse``."""
+    """Computes ``attention_sink_fwd`` in plain PyTorch, in the dtype of ``lse``.
+
+    ``values`` is [b, h, s, d], ``lse`` [b, h, s] and ``sink`` [h]; None stands for zeros. Returns
+    (out, total) in the shapes of ``values`` and ``lse``.
+    """
     logit = torch.zeros_like(lse) if sink is None else sink[:, None].expand_as(lse)
     total = torch.logaddexp(lse, logit)
     unseen = lse == -torch.inf

@@ -438,7 +438,12 @@ def reference(
     relu: bool = False,
     channels_last: bool = False,
 ) -> torch.Tensor:
-    """Computes the normalisation of a whole batch in plain PyTorch, in float32 or ``x``'s dtype."""
+    """Computes the normalisation of a whole batch in plain PyTorch, in float32 or ``x``'s dtype.
+
+    ``x`` is [n, c, ...], or [..., c] with ``channels_last``; ``weight`` and ``bias`` are [c];
+    ``z``, in the shape of ``x``, is added before the ReLU. The result has the shape and dtype of
+    ``x``.
+    """
     wide = torch.promote_types(x.dtype, torch.float32)
     moved = x.to(wide) if channels_last else x.to(wide).movedim(1, -1)
     var, mean = torch.var_mean(moved.flatten(0, -2), 0, correction=0)

@@ -185,7 +185,8 @@ def reference(
 ) -> torch.Tensor:
     """Computes ``bias_dropout_add`` in plain PyTorch in residual's dtype, as its specification.
 
-    ``seed``, one int64, must be given if 0 < p < 1.
+    ``x`` and ``residual`` are [..., cols], ``bias`` is [cols] or None, and the result has
+    residual's shape and dtype. ``seed``, one int64, must be given if 0 < p < 1.
     """
     y = x.to(residual.dtype)
     if bias is not None:

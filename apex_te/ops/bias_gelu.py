@@ -276,5 +276,8 @@ class _BiasGelu(OpFunction):
 def reference(
     x: torch.Tensor, bias: torch.Tensor | None = None, *, form: str = "tanh"
 ) -> torch.Tensor:
-    """Computes ``bias_gelu`` in plain PyTorch in x's dtype, as a differentiable specification."""
+    """Computes ``bias_gelu`` in plain PyTorch in x's dtype, as a differentiable specification.
+
+    x is [..., cols] in any floating-point dtype, ``bias`` [cols] or None, ``form`` "tanh" or "erf".
+    """
     return reference_gelu(x if bias is None else x + bias, form == "tanh")

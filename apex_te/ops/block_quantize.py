@@ -222,7 +222,8 @@ def reference(
 ) -> BlockQuantized:
     """Computes ``block_quantize`` in plain PyTorch, as its specification.
 
-    It makes both copies, and rounds to FP8 by integer arithmetic on the bits.
+    x is [rows, cols] float32, float16 or bfloat16; options are as in ``block_quantize``. It makes
+    both copies, without padding, and rounds to FP8 by integer arithmetic on the bits.
     """
     options = block_scales("block_quantize", scales, pow2), eps
     column_block_rows = block_rows if columnwise_block_rows is None else columnwise_block_rows
@@ -270,7 +271,11 @@ def _reference_rowwise(
 def reference_dequantize(
     fp8_data: torch.Tensor, scale_inv: torch.Tensor, *, block_rows: int = 1
 ) -> torch.Tensor:
-    """Computes ``block_dequantize`` in plain PyTorch, in float32."""
+    """Computes ``block_dequantize`` in plain PyTorch, in float32.
+
+    ``fp8_data`` is FP8 [rows, cols], ``scale_inv`` float32 of shape ``scale_shape(rows, cols,
+    block_rows)``.
+    """
     rows, cols = fp8_data.shape
     scales = scale_inv.t() if block_rows == 1 else scale_inv
     scales = scales.repeat_interleave(block_rows, 0).repeat_interleave(_BLOCK, 1)

@@ -108,8 +108,9 @@ def reference(
 ) -> CastTransposeOutput:
     """Computes ``cast_transpose`` in plain PyTorch, as its specification.
 
-    It rounds to FP8 by integer arithmetic on the bits. All four results are computed; ``amax`` is
-    updated in place if given.
+    x is [rows, cols] float32, float16 or bfloat16; ``scale`` is one float32 element. It rounds to
+    FP8 by integer arithmetic on the bits. All four results are computed; ``amax``, one float32
+    element, is updated in place if given.
     """
     codes = reference_codec.encode_fp8(x.float() * scale, fp8_dtype)
     if amax is not None:

@@ -288,7 +288,11 @@ def reference(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes unreduced losses and the logits' gradients in plain PyTorch, in their dtype."""
+    """Computes unreduced losses and the logits' gradients in plain PyTorch, in their dtype.
+
+    ``logits`` is [..., V] and ``target`` [...] int64 or int32. Returns (losses [...], gradients
+    [..., V]).
+    """
     columns = logits.shape[-1]
     log_p = torch.log_softmax(logits, dim=-1)
     ignored = target == ignore_index

@@ -157,6 +157,7 @@ def reference(
 ) -> CurrentScaleOutput:
     """Computes ``current_scale`` in plain PyTorch, as its specification.
 
+    x is [rows, cols] float32, float16 or bfloat16; ``amax``, one float32 element, replaces max |x|.
     It makes both copies, and rounds to FP8 by integer arithmetic on the bits.
     """
     if amax is None:

@@ -208,7 +208,11 @@ def reference(
     gamma: float = 2.0,
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """Computes ``focal_loss`` in plain PyTorch in the dtype of ``logits``, differentiably."""
+    """Computes ``focal_loss`` in plain PyTorch in the dtype of ``logits``, differentiably.
+
+    ``logits`` is [..., C] in any floating-point dtype, ``target`` int64 [...], and
+    ``num_positives`` one element; other arguments are as in ``focal_loss``. Returns a scalar.
+    """
     x = logits[..., :num_classes]
     is_target = torch.arange(x.shape[-1], device=x.device) == target[..., None]
     label = is_target * (1 - label_smoothing) + label_smoothing / 2

@@ -520,7 +520,11 @@ def reference(
     bias: torch.Tensor | None = None,
     c: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Computes ``fp8_gemm`` without GELU in float64 from the decoded operands; returns [M, N]."""
+    """Computes ``fp8_gemm`` without GELU in float64 from the decoded operands.
+
+    a is [M, K] and b [N, K] FP8, each with a scale_inv of one element; ``bias`` is [N] and ``c``
+    [M, N]. Returns float64 [M, N].
+    """
     product = reference_codec.decode_fp8(a).double() @ reference_codec.decode_fp8(b).double().t()
     product = product * (a_scale_inv.double() * b_scale_inv.double())
     product = product if bias is None else product + bias.double()

@@ -250,9 +250,11 @@ def quantize_matrices(
         columnwise: make the transposes, [groups, cols, rows]; None as for ``rowwise``.
         scale: float32 [groups], with any strides.
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
-        amax, scale_inv, due: float32, float32 and int32 [groups], as in ``quantize_groups``.
-        out: result of an earlier call, whose tensors are overwritten. Matrices excluded by ``due``
-            keep their FP8 data and scale_inv.
+        amax: float32 [groups], becomes max(amax, max |x| of the group); NaN counts as largest. None
+            computes no amax.
+        scale_inv: float32 [groups] to use instead of 1 / scale.
+        due: int32 [groups]; matrices with 0 are neither read nor written. None quantizes all.
+        out: result of an earlier call, whose tensors are overwritten.
 
     Returns:
         FP8 data of all matrices: ``out`` or new tensors.

@@ -155,5 +155,8 @@ class IndexMulBackwardFunction(OpFunction):
 
 
 def reference(in1: torch.Tensor, in2: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Computes ``index_mul_2d`` in plain PyTorch, differentiably."""
+    """Computes ``in1[index] * in2`` in plain PyTorch, differentiably.
+
+    ``in1`` is [m, d], ``in2`` [e, d] and ``index`` [e] int64; the result is [e, d].
+    """
     return in1[index] * in2

@@ -339,7 +339,11 @@ def reference(
     zero_centered_gamma: bool = False,
     residual: torch.Tensor | None = None,
 ) -> NormOutput:
-    """Computes ``layer_norm_fwd`` in plain PyTorch, as a differentiable specification."""
+    """Computes ``layer_norm_fwd`` in plain PyTorch, as a differentiable specification.
+
+    x and ``residual`` are [..., cols] in one floating-point dtype, ``weight`` and ``bias`` [cols]
+    or None. Arithmetic is float32, or float64 for float64.
+    """
     return norm_common.reference(
         x, weight, bias, eps, centre=True, zero_centered_gamma=zero_centered_gamma,
         residual=residual,

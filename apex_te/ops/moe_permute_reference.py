@@ -19,7 +19,8 @@ def rows_of(
 ) -> torch.Tensor:
     """Returns for each copy of a token its row, int64 [tokens, width], or -1 without a copy.
 
-    The arguments are those of ``moe_permute.make_map``; copies beyond ``num_rows`` are dropped.
+    ``routing_map`` and other arguments are those of ``moe_permute.make_map``; width is the number
+    of experts for a mask and k for indices. Copies beyond ``num_rows`` are dropped.
     """
     if map_type == "mask":
         routed = routing_map != 0
@@ -44,8 +45,16 @@ def rows_of(
 def permute(
     inp: torch.Tensor, rows: torch.Tensor, num_rows: int, probs: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Copies tokens, and their probs if given, to the rows of the permuted matrix; others are
-    zeros.
+    """Copies tokens, and their probs if given, to the rows of the permuted matrix.
+
+    Args:
+        inp: [tokens, hidden].
+        rows: int64 [tokens, width] from ``rows_of``, -1 without a copy.
+        num_rows: number of rows of the result; rows without a copy are zeros.
+        probs: [tokens, width].
+
+    Returns:
+        (permuted rows [num_rows, hidden], permuted probs [num_rows] or None without probs).
     """
     tokens, slots = (rows >= 0).nonzero(as_tuple=True)
     target = rows[tokens, slots]
@@ -58,7 +67,16 @@ def permute(
 def unpermute(
     inp: torch.Tensor, rows: torch.Tensor, probs: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Sums each token's copies [num_rows, hidden], times their probs, in the dtype of ``inp``."""
+    """Sums each token's copies, times their probs, in the dtype of ``inp``.
+
+    Args:
+        inp: [num_rows, hidden].
+        rows: int64 [tokens, width] from ``rows_of``, -1 without a copy.
+        probs: [tokens, width], factors of the copies; None stands for ones.
+
+    Returns:
+        [tokens, hidden] in the dtype of ``inp``; zeros for a token without copies.
+    """
     tokens, slots = (rows >= 0).nonzero(as_tuple=True)
     copies = inp[rows[tokens, slots]]
     if probs is not None:
@@ -71,7 +89,8 @@ def sort_chunks(
 ) -> torch.Tensor:
     """Reorders chunks of rows: chunk i of the result is chunk ``sorted_index[i]`` of ``inp``.
 
-    Rows after the last chunk are zeros.
+    ``inp`` is [rows, hidden]; ``split_sizes``, the number of rows of each chunk, and
+    ``sorted_index`` are integers [chunks]. Rows after the last chunk are zeros.
     """
     sizes, order = split_sizes.long(), sorted_index.long()
     chunks = torch.arange(int(sizes.sum()), device=inp.device).split(sizes.tolist())

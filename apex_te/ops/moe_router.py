@@ -162,7 +162,8 @@ def reference(
 ) -> RouterOutputs:
     """Computes ``index``, ``probs``, ``scores`` and ``lse`` in plain PyTorch in the logits' dtype.
 
-    It is differentiable. ``index`` replaces the choice, which rounding may change.
+    It is differentiable. ``logits`` is [tokens, experts]; options are as in ``moe_router_fwd``.
+    ``index``, int64 [tokens, top_k], replaces the choice, which rounding may change.
     """
     if score_function == "softmax":
         scores = normalised = logits.softmax(-1)

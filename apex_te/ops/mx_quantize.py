@@ -185,7 +185,8 @@ def reference(
 ) -> MXQuantized:
     """Computes ``mx_quantize`` in plain PyTorch, as its specification.
 
-    Both copies are made, without padding. Rounding is integer arithmetic on the bits.
+    x is [rows, cols] float32, float16 or bfloat16; ``rounding`` is "up" or "floor". Both copies are
+    made, without padding. Rounding is integer arithmetic on the bits.
     """
     rowwise = _reference_rowwise(x, fp8_dtype, rounding)
     return MXQuantized(*rowwise, *_reference_rowwise(x.t(), fp8_dtype, rounding))
@@ -225,7 +226,10 @@ def _reference_rowwise(
 
 
 def reference_dequantize(fp8_data: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Computes ``mx_dequantize`` in plain PyTorch, in float32."""
+    """Computes ``mx_dequantize`` in plain PyTorch, in float32.
+
+    ``fp8_data`` is FP8 [rows, cols], ``scale`` float8_e8m0fnu [rows, ceil(cols / 32)].
+    """
     code = scale.view(torch.uint8).to(torch.int32)
     factor = torch.ldexp(torch.ones_like(code, dtype=torch.float64), code - 127).float()
     factor = torch.where(code == 255, float("nan"), factor)

@@ -111,7 +111,9 @@ def reference(
 ) -> NormOutput:
     """Computes layer norm (``centre``) or RMS norm over x's last dimension in plain PyTorch.
 
-    Arithmetic is float32, or float64 for float64; y and the residual sum are rounded to x's dtype.
+    x and ``residual`` are [..., cols] in one floating-point dtype, ``weight`` and ``bias`` [cols]
+    or None. Arithmetic is float32, or float64 for float64; y and the residual sum are rounded to
+    x's dtype.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     total = None if residual is None else (x.to(wide) + residual.to(wide)).to(x.dtype)

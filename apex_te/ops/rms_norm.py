@@ -322,7 +322,11 @@ def reference(
     zero_centered_gamma: bool = False,
     residual: torch.Tensor | None = None,
 ) -> NormOutput:
-    """Computes ``rms_norm_fwd`` in plain PyTorch, as a differentiable specification."""
+    """Computes ``rms_norm_fwd`` in plain PyTorch, as a differentiable specification.
+
+    x and ``residual`` are [..., cols] in one floating-point dtype, ``weight`` is [cols] or None.
+    Arithmetic is float32, or float64 for float64.
+    """
     return norm_common.reference(
         x, weight, None, eps, centre=False, zero_centered_gamma=zero_centered_gamma,
         residual=residual,

@@ -140,7 +140,11 @@ def reference(
     starts: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Computes ``rope`` in plain PyTorch in x's dtype, also float64, as its specification."""
+    """Computes ``rope`` in plain PyTorch in x's dtype, also float64, as its specification.
+
+    The arguments are those of ``rope``: x is [s, b, h, d], [b, s, h, d] or [t, h, d] by ``layout``,
+    and ``freqs``, or ``cos`` and ``sin``, are [max_seq, c] or [max_seq, 1, 1, c].
+    """
     table: Any = freqs if freqs is not None else cos
     dim = table.shape[-1] if rotary_dim is None else rotary_dim
     position = torch.arange(x.shape[0 if layout != "bshd" else 1], device=x.device)

@@ -104,7 +104,8 @@ def reference(
 ) -> RowQuantized:
     """Computes ``row_quantize`` in plain PyTorch, as its specification.
 
-    It makes both copies, and rounds to FP8 by integer arithmetic on the bits.
+    x is [rows, cols] float32, float16 or bfloat16; options are as in ``row_quantize``. It makes
+    both copies, without padding, and rounds to FP8 by integer arithmetic on the bits.
     """
     values = x.float() if column_scale is None else x.float() * column_scale
     block_scales("row_quantize", scales, None)

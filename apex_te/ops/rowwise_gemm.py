@@ -152,7 +152,11 @@ def reference(
     bias: torch.Tensor | None = None,
     c: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Computes ``rowwise_gemm`` in float64 from the decoded operands; returns [M, N]."""
+    """Computes ``rowwise_gemm`` in float64 from the decoded operands.
+
+    a is [M, K] and b [N, K] FP8, with scale_inv float32 [M, 1] and [N, 1]; ``bias`` is [N] and
+    ``c`` [M, N]. Returns float64 [M, N].
+    """
     x, w = (
         reference_codec.decode_fp8(codes).double() * scale_inv.double()
         for codes, scale_inv in ((a, a_scale_inv), (b, b_scale_inv))

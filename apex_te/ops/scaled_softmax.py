@@ -149,7 +149,11 @@ class _ScaledSoftmax(OpFunction):
 def reference(
     x: torch.Tensor, scale: float, mask: torch.Tensor | None = None, *, causal: str | None = None
 ) -> torch.Tensor:
-    """Computes ``scaled_softmax`` in plain PyTorch in x's dtype, as a differentiable reference."""
+    """Computes ``scaled_softmax`` in plain PyTorch in x's dtype, as a differentiable reference.
+
+    x is [..., Sq, Sk] in any floating-point dtype; ``mask`` is bool, True = hidden, and broadcasts
+    to x; ``causal`` is "upper_left", "bottom_right" or None.
+    """
     queries, cols = x.shape[-2:]
     hidden = torch.zeros(1, 1, dtype=torch.bool, device=x.device) if mask is None else mask
     if causal is not None:

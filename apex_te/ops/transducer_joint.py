@@ -213,7 +213,11 @@ def reference(
     p: float = 0.0,
     seed: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Computes ``transducer_joint`` in plain PyTorch in the dtype of ``f``, differentiably."""
+    """Computes ``transducer_joint`` in plain PyTorch in the dtype of ``f``, differentiably.
+
+    ``f`` is [B, T, H], ``g`` [B, U, H], and the result [B, T, U, H] or, with ``batch_offset``,
+    packed [rows, H]; ``packed_rows`` is not read. ``seed``, one int64, must be given if 0 < p < 1.
+    """
     out = f[:, :, None] + g[:, None]
     cells = cells_of(f_len, g_len, *out.shape[1:3])
     if relu:

@@ -225,7 +225,12 @@ def reference(
     *,
     log_probs: bool = False,
 ) -> torch.Tensor:
-    """Computes ``transducer_loss`` in plain PyTorch in the dtype of ``x``, cell by cell."""
+    """Computes ``transducer_loss`` in plain PyTorch in the dtype of ``x``, cell by cell.
+
+    The arguments are those of ``transducer_loss``: ``x`` is [B, T, U, V], or with ``batch_offset``
+    packed [rows, V], and ``label`` [B, U - 1]. The result is [B] and differentiable; ``max_f_len``
+    is not read.
+    """
     if not log_probs:
         x = x.log_softmax(-1)
     losses = []

@@ -33,8 +33,27 @@ def amax_scale_update(
 ) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
     """Returns every history, scale and scale_inv after one update of delayed scaling.
 
-    ``jax.vmap`` updates all elements of the batch in the same call. Row 0 of a history [length,
-    slots] has the amax values recorded since the last update.
+    A slot (column) belongs to one quantized array. Row 0 of a history holds the amax values
+    recorded since the last update; row 1 is the oldest amax, the last row the newest. An amax of 0,
+    infinity or NaN only sets row 0 to 0. Any other amax also becomes the last row, after the oldest
+    has dropped out, and gives the slot scale = fp8_max * 2**-margin / amax and scale_inv = 1 /
+    scale. ``jax.vmap`` updates all elements of the batch in the same call.
+
+    Args:
+        histories: float32 [length, slots] each.
+        scales, scale_invs: float32 [slots], one array for each history.
+        fp8_max: the largest value of the format for each history, 448 (E4M3) or 57344 (E5M2).
+        margin: exponent of a power of two that scales are divided by, as headroom.
+        algo: "max" computes scales from the maximum of the recorded amax and the history,
+            "most_recent" from the recorded amax.
+        pow2: round scales down to powers of two.
+
+    Returns:
+        (histories, scales, scale_invs), lists of new arrays.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or list length does not match, or ``algo`` is not listed.
     """
     most_recent = is_most_recent("amax_scale_update", algo)
     for name, given in (("scales", scales), ("scale_invs", scale_invs), ("fp8_max", fp8_max)):

@@ -29,14 +29,25 @@ def bias_dropout_add(
 ) -> jax.Array:
     """Computes residual + dropout(x + bias, p) in float32, rounded once, differentiably.
 
-    Numerics, arguments and errors are as in ``apex_te.ops.bias_dropout_add.bias_dropout_add``. The
-    mask depends on the seed and the index of an element; under ``jax.vmap`` each element of the
-    batch has the mask that it would have alone.
+    The mask, which is that of ``apex_te.ops.bias_dropout_add``, depends on the seed and the index
+    of an element; under ``jax.vmap`` each element of the batch has the mask that it would have
+    alone.
 
     Args:
+        x: [..., cols] float32, float16 or bfloat16.
+        bias: [cols] in x's dtype or float32, or None.
+        residual: x's shape, in x's dtype or float32.
+        p: dropout probability, from 0 to 1.
         training: False means p = 0.
         seed: a key such as ``jax.random.key(0)``, its data (uint32 [2]), or one int64 element.
             Required if 0 < p < 1, otherwise not read.
+
+    Returns:
+        An array of x's shape and residual's dtype.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape does not match, ``p`` is out of range, or ``seed`` is missing.
     """
     name = "bias_dropout_add"
     if not 0.0 <= p <= 1.0:
@@ -84,7 +95,19 @@ def bias_dropout_add_bwd(
 ) -> tuple[jax.Array | None, jax.Array | None]:
     """Computes the gradients of ``bias_dropout_add`` with respect to x and bias.
 
-    A gradient whose dtype is None is not computed and None.
+    Args:
+        dout: [..., cols], gradient of the output, in the output's dtype.
+        seed: the forward's seed; None if p is 0 or 1.
+        p: the forward's p.
+        x_dtype: dtype of dx; None skips dx.
+        bias_dtype: dtype of dbias; None skips dbias.
+
+    Returns:
+        (dx in dout's shape, dbias [cols] summed in a fixed order), each None if skipped.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape does not match, ``p`` is out of range, or ``seed`` is missing.
     """
     name = "bias_dropout_add_bwd"
     rows = _checks.as_matrix(name, "dout", dout)

@@ -23,14 +23,24 @@ _OP = "bias_gelu"
 
 
 class BiasGeluGrads(NamedTuple):
-    """Gradients of ``bias_gelu``."""
+    """Gradients of ``bias_gelu``.
+
+    Attributes:
+        input: gradient of x, of its shape and dtype.
+        dbias: gradient of the bias, [cols] in x's dtype; None if not requested.
+    """
 
     input: jax.Array
     dbias: jax.Array | None
 
 
 class BiasGeluFP8Grads(NamedTuple):
-    """Gradients of ``bias_gelu``, that of x in FP8."""
+    """Gradients of ``bias_gelu``, with that of x in FP8.
+
+    Attributes:
+        output: FP8 data of x's gradient, as a matrix [rows, cols].
+        dbias: gradient of the bias, [cols] in x's dtype; None if not requested.
+    """
 
     output: FP8Output
     dbias: jax.Array | None
@@ -38,10 +48,22 @@ class BiasGeluFP8Grads(NamedTuple):
 
 @checked
 def bias_gelu(x: jax.Array, bias: jax.Array | None = None, *, form: str = "tanh") -> jax.Array:
-    """Computes gelu(x + bias), differentiably; the sum is not rounded to x's dtype.
+    """Computes gelu(x + bias) in float32, rounded once, differentiably.
 
-    Arithmetic is in float32. If the sum is NaN, value and gradient are NaN. If it is -Inf, the
-    value is NaN; if it is infinite, the gradient is NaN.
+    If the sum is NaN, value and gradient are NaN. If it is -Inf, the value is NaN; if it is
+    infinite, the gradient is NaN.
+
+    Args:
+        x: [..., cols] float32, float16 or bfloat16.
+        bias: [cols] in x's dtype; None adds nothing.
+        form: "tanh" or "erf" (exact).
+
+    Returns:
+        An array of x's shape and dtype.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape does not match, or ``form`` is not listed.
     """
     op_options.is_tanh("bias_gelu_fwd", form)
     return _differentiable(form)(x, bias)
@@ -57,7 +79,12 @@ def _differentiable(form: str) -> Callable[[Any, Any], Any]:
 
 @checked
 def bias_gelu_fwd(x: jax.Array, bias: jax.Array | None = None, *, form: str = "tanh") -> jax.Array:
-    """Computes ``bias_gelu`` with the same arguments, but is not differentiable."""
+    """Computes ``bias_gelu`` with the same arguments, but is not differentiable.
+
+    x is [..., cols] float32, float16 or bfloat16, ``bias`` [cols] in x's dtype or None, ``form``
+    "tanh" or "erf". The result has x's shape and dtype. Another dtype raises TypeError, another
+    shape or form ValueError.
+    """
     name = "bias_gelu_fwd"
     is_tanh = op_options.is_tanh(name, form)
     return run(_OP, name, {"x": x, "bias": bias}, is_tanh=is_tanh)["y"]
@@ -72,7 +99,19 @@ def bias_gelu_bwd(
     form: str = "tanh",
     with_dbias: bool = False,
 ) -> BiasGeluGrads:
-    """Computes ``bias_gelu``'s gradients: grad_output * gelu'(x + bias) and its column sums."""
+    """Computes ``bias_gelu``'s gradients: grad_output * gelu'(x + bias) and its column sums.
+
+    Args:
+        grad_output: gradient of the output, in x's shape and dtype.
+        x: [..., cols] float32, float16 or bfloat16.
+        bias: [cols] in x's dtype; None adds nothing.
+        form: "tanh" or "erf", as passed to ``bias_gelu``.
+        with_dbias: also compute the bias's gradient, even if ``bias`` is None.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape does not match, or ``form`` is not listed.
+    """
     name = "bias_gelu_bwd"
     is_tanh = op_options.is_tanh(name, form)
     given = {"dy": grad_output, "x": x, "bias": bias}
@@ -92,7 +131,23 @@ def bias_gelu_fwd_fp8(
     columnwise: bool = True,
     amax: jax.Array | None = None,
 ) -> FP8Output:
-    """Quantizes the float32 result of gelu: q = saturating_cast(gelu(x + bias) * scale)."""
+    """Quantizes the float32 result of GELU: q = saturating_cast(gelu(x + bias) * scale).
+
+    Args:
+        x: [..., cols] float32, float16 or bfloat16; rows is the product of all dimensions but the
+            last.
+        bias: [cols] in x's dtype; None adds nothing.
+        scale: one float32 element.
+        fp8_dtype: float8_e4m3fn or float8_e5m2.
+        form: "tanh" or "erf" (exact).
+        rowwise, columnwise: the copies to make: [rows, cols], and its transpose [cols, rows].
+        amax: one float32 element; the result's ``amax`` is then max(amax, max |result|), before
+            scaling, where NaN counts as largest. None computes no amax.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape does not match, ``form`` is not listed, or no copy is asked for.
+    """
     name = "bias_gelu_fwd_fp8"
     is_tanh = op_options.is_tanh(name, form)
     given = {"x": x, "bias": bias, "scale": scale, "amax": amax}
@@ -113,7 +168,25 @@ def bias_gelu_bwd_fp8(
     amax: jax.Array | None = None,
     with_dbias: bool = False,
 ) -> BiasGeluFP8Grads:
-    """Computes ``bias_gelu_bwd`` with the gradient of x quantized from its float32 values."""
+    """Computes ``bias_gelu_bwd`` and quantizes the gradient of x from its float32 values.
+
+    Args:
+        grad_output: gradient of the output, in x's shape and dtype.
+        x: [..., cols] float32, float16 or bfloat16; rows is the product of all dimensions but the
+            last.
+        bias: [cols] in x's dtype; None adds nothing.
+        scale: one float32 element.
+        fp8_dtype: float8_e4m3fn or float8_e5m2.
+        form: "tanh" or "erf", as passed to ``bias_gelu``.
+        rowwise, columnwise: the copies to make: [rows, cols], and its transpose [cols, rows].
+        amax: one float32 element; the result's ``amax`` is then max(amax, max |gradient|), before
+            scaling, where NaN counts as largest. None computes no amax.
+        with_dbias: also compute the bias's gradient, even if ``bias`` is None.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape does not match, ``form`` is not listed, or no copy is asked for.
+    """
     name = "bias_gelu_bwd_fp8"
     is_tanh = op_options.is_tanh(name, form)
     given = {"dy": grad_output, "x": x, "bias": bias, "scale": scale, "amax": amax}

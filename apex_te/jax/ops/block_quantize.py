@@ -25,9 +25,13 @@ _MULTIPLE = 4
 
 
 class BlockQuantized(NamedTuple):
-    """FP8 data with scale_inv as in ``apex_te.ops.block_quantize.BlockQuantized``.
+    """FP8 data and scale_inv of a matrix [rows, cols]; None for a copy that was not requested.
 
-    A copy not asked for is None. The columnwise copy is [cols, rows], the transpose.
+    Attributes:
+        rowwise: FP8 [rows, cols].
+        rowwise_scale_inv: float32 of shape ``scale_shape(rows, cols, block_rows)``.
+        columnwise: FP8 [cols, rows], the transpose.
+        columnwise_scale_inv: float32 of shape ``scale_shape(cols, rows, columnwise_block_rows)``.
     """
 
     rowwise: jax.Array | None
@@ -38,7 +42,12 @@ class BlockQuantized(NamedTuple):
 
 @checked
 def scale_shape(rows: int, cols: int, block_rows: int) -> tuple[int, int]:
-    """Returns the shape of the scale_inv tensor of FP8 data [rows, cols], as cuBLASLt reads it."""
+    """Returns the shape of the scale_inv tensor of FP8 data [rows, cols], as cuBLASLt reads it.
+
+    With ``block_rows`` 1 (blocks of 1x128) it is (ceil(cols / 128), rows rounded up to a multiple
+    of 4), as scales are stored transposed; with 128 (128x128), (ceil(rows / 128), ceil(cols / 128)
+    rounded up to a multiple of 4).
+    """
     blocks = -(-cols // _BLOCK)
     if block_rows == 1:
         return blocks, -(-rows // _MULTIPLE) * _MULTIPLE
@@ -62,9 +71,27 @@ def block_quantize(
 ) -> BlockQuantized:
     """Quantizes q = saturating_cast(float(x) * scale), scale = fp8_max / amax of each block.
 
-    ``flatten_axis`` is as in ``cast_transpose``. With ``padded`` scale_inv has the shape
-    ``scale_shape`` of the flattened matrix. Else it is unpadded, keeps x's dimensions and stays
-    sharded over devices; ``block_scaled_gemm`` accepts both forms.
+    Args:
+        x: [rows, cols] float32, float16 or bfloat16.
+        fp8_dtype: float8_e4m3fn or float8_e5m2.
+        block_rows: 1 (blocks of 1x128) or 128 (128x128).
+        columnwise_block_rows: the same of the columnwise copy: ``block_rows``, which None stands
+            for, or 128.
+        rowwise, columnwise: the copies to make: [rows, cols], and its transpose [cols, rows].
+        scales: "pow2" rounds scales down to powers of two, "fp32" does not, "server" divides by
+            amax / fp8_max, as vLLM's casts do. None is "pow2".
+        pow2: former form of ``scales``: True is "pow2", False "fp32".
+        eps: smallest amax of a block; with "server" it is at least 1e-10.
+        flatten_axis: index of the first dimension that counts as columns, for x with more than two
+            dimensions; None needs a matrix. The copies keep all dimensions; in the columnwise copy
+            those of the columns come first.
+        padded: give scale_inv the shape ``scale_shape`` of the flattened matrix. If False, it is
+            unpadded, keeps x's dimensions and stays sharded over devices; ``block_scaled_gemm``
+            accepts both forms.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or option does not match, or no copy is asked for.
     """
     name = "block_quantize"
     dtype = _checks.fp8_dtype_of(name, fp8_dtype)
@@ -135,7 +162,21 @@ def with_padding(scale_inv: jax.Array) -> jax.Array:
 def block_dequantize(
     fp8_data: jax.Array, scale_inv: jax.Array, out_dtype: Any, *, block_rows: int = 1
 ) -> jax.Array:
-    """Computes values of FP8 data, each times its block's scale_inv, rounded to nearest even."""
+    """Multiplies FP8 data by the scale_inv of its blocks and rounds to nearest even.
+
+    Args:
+        fp8_data: [rows, cols] FP8, a rowwise or a columnwise copy.
+        scale_inv: float32 of shape ``scale_shape(rows, cols, block_rows)``, of that copy.
+        out_dtype: float32, float16 or bfloat16.
+        block_rows: 1 or 128.
+
+    Returns:
+        [rows, cols] in ``out_dtype``; of a columnwise copy, the transpose of the quantized matrix.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape does not match.
+    """
     name = "block_dequantize"
     given = {"fp8_data": fp8_data, "scale_inv": scale_inv}
     dtypes = {"T": _checks.float_dtype_of(name, "out", out_dtype).name}

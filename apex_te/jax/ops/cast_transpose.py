@@ -17,9 +17,14 @@ _NAME = "cast_transpose"
 
 
 class CastTransposeOutput(NamedTuple):
-    """FP8 data as in ``apex_te.ops.cast_transpose.CastTransposeOutput``, and the new amax.
+    """FP8 data of a matrix [rows, cols]; None for a result that was not requested.
 
-    None stands for what was not asked for. The columnwise copy is [cols, rows], the transpose.
+    Attributes:
+        rowwise: FP8 [rows, cols].
+        columnwise: FP8 [cols, rows], the transpose.
+        scale_inv: one float32 element, 1 / scale.
+        dbias: [cols] in the matrix's dtype, its column sums.
+        amax: one float32 element, the maximum of the given amax and max |x|.
     """
 
     rowwise: jax.Array | None
@@ -43,9 +48,21 @@ def cast_transpose(
 ) -> CastTransposeOutput:
     """Quantizes q = saturating_cast(float(x) * scale), rounded to nearest even; NaN stays NaN.
 
-    The result's ``amax`` is the maximum of the given one and max |x|, NaN counting as largest. With
-    ``flatten_axis``, the index of the first dimension that counts as columns, x may have more than
-    two dimensions. The copies keep them; in the columnwise copy those of the columns come first.
+    Args:
+        x: [rows, cols] float32, float16 or bfloat16.
+        scale: one float32 element.
+        fp8_dtype: float8_e4m3fn or float8_e5m2; on a CPU also their fnuz forms.
+        rowwise, columnwise: the copies to make: [rows, cols], and its transpose [cols, rows].
+        amax: one float32 element; the result's ``amax`` is then max(amax, max |x|), before scaling,
+            where NaN counts as largest. None computes no amax.
+        with_dbias: also return the column sums of x, in x's dtype (deterministic).
+        flatten_axis: index of the first dimension that counts as columns, for x with more than two
+            dimensions; None needs a matrix. The copies keep all dimensions; in the columnwise copy
+            those of the columns come first.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape does not match, or no copy is asked for.
     """
     dtype = _checks.fp8_dtype_of(_NAME, fp8_dtype, fnuz=True)
     x, ranks = sides(_NAME, x, flatten_axis)

@@ -29,7 +29,13 @@ _MOST_COLUMNS = 2**31 - 4097
 
 
 class CrossEntropyOutput(NamedTuple):
-    """Results as in ``apex_te.ops.cross_entropy.CrossEntropyOutput``, None if not asked for."""
+    """Results of ``cross_entropy_fwd``; None for one that was not requested.
+
+    Attributes:
+        loss: float32 [rows].
+        grad: gradient of the logits, in their shape and dtype.
+        stats: float32 [rows, 2], the largest logit of each row and the sum of exp(logit - largest).
+    """
 
     loss: jax.Array
     grad: jax.Array | None
@@ -48,13 +54,23 @@ def cross_entropy(
     """Computes the cross entropy of softmax(logits) and targets, differentiably.
 
     Backward multiplies by the incoming gradient in float32 and then rounds to the dtype of the
-    logits. Under ``jax.vmap`` the reduction must be "none".
-
-    Other arguments and errors are as in ``apex_te.ops.cross_entropy.cross_entropy``.
+    logits.
 
     Args:
+        logits: [..., V] float32, float16 or bfloat16.
         target: [...] int64 or int32. An index outside [0, V) other than ``ignore_index`` raises an
             error on the CPU, when the program runs, and gives NaN on the GPU.
+        ignore_index: rows with this target have loss 0 and gradient 0 and do not count in the mean.
+        label_smoothing: in [0, 1], the part of the target's probability that is spread over all V.
+        reduction: "mean" over rows that are not ignored, "sum" or "none"; under ``jax.vmap`` only
+            "none".
+
+    Returns:
+        The loss in float32: a scalar, or with "none" one loss per row, in the shape of ``target``.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or option does not match.
     """
     name = "cross_entropy"
     if reduction not in REDUCTIONS:
@@ -139,9 +155,19 @@ def cross_entropy_fwd(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> CrossEntropyOutput:
-    """Computes the loss of each row, and the gradient of the logits if it is asked for.
+    """Computes the loss of each row and, if requested, the gradient of the logits.
 
-    ``with_grad`` and ``with_stats`` ask for the gradient and for what ``cross_entropy_bwd`` needs.
+    Args:
+        logits: [rows, V] float32, float16 or bfloat16.
+        target: [rows] int64 or int32.
+        with_grad: also compute the gradient of the logits.
+        with_stats: also return what ``cross_entropy_bwd`` needs.
+        num_valid: one int32 element by which the gradient is divided; None does not divide.
+        ignore_index, label_smoothing: as in ``cross_entropy``.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or option does not match.
     """
     name = "cross_entropy_fwd"
     logits, target = _checked_rows(name, logits, target, label_smoothing)
@@ -167,7 +193,22 @@ def cross_entropy_bwd(
 ) -> jax.Array:
     """Computes ``grad_output`` times the gradient of the losses, each element rounded once.
 
-    ``grad`` is what ``cross_entropy_fwd`` made for the same arguments, or None.
+    Args:
+        logits: [rows, V] float32, float16 or bfloat16.
+        target: [rows] int64 or int32.
+        stats: float32 [rows, 2], from ``cross_entropy_fwd`` with ``with_stats``.
+        grad_output: gradient of the losses, float32, one element or [rows].
+        grad: the gradient from ``cross_entropy_fwd`` for the same arguments, or None; with it
+            ``grad_output`` must have one element.
+        num_valid: one int32 element by which the gradient is divided; None does not divide.
+        ignore_index, label_smoothing: as in ``cross_entropy``.
+
+    Returns:
+        The gradient, in the shape and dtype of ``logits``.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or option does not match.
     """
     name = "cross_entropy_bwd"
     logits, target = _checked_rows(name, logits, target, label_smoothing)
@@ -192,14 +233,20 @@ def cross_entropy_bwd(
 
 @checked
 def count_valid(target: jax.Array, ignore_index: int = -100) -> jax.Array:
-    """Returns the number of targets [rows] other than ``ignore_index``, one int32 element."""
+    """Returns the number of targets other than ``ignore_index``, one int32 element.
+
+    ``target`` is int64 or int32 [rows].
+    """
     name = "cross_entropy_count"
     return run("cross_entropy", name, {"target": target}, ignore_index=ignore_index)["num_valid"]
 
 
 @checked
 def sum_losses(loss: jax.Array, num_valid: jax.Array | None = None) -> jax.Array:
-    """Sums losses in a fixed order, and divides by ``num_valid`` if it is given."""
+    """Sums losses, float32 [rows], in a fixed order to a float32 scalar.
+
+    The sum is divided by ``num_valid``, one int32 element, if it is given.
+    """
     name = "cross_entropy_sum"
     given = {"loss": loss, "num_valid": num_valid}
     return run("cross_entropy", name, given)["total"].reshape(())

@@ -18,9 +18,14 @@ __all__ = ["CurrentScaleOutput", "current_scale", "local_amax", "scale_of", "ten
 
 
 class CurrentScaleOutput(NamedTuple):
-    """FP8 data as in ``apex_te.ops.current_scale.CurrentScaleOutput``, None if not asked for.
+    """FP8 data of a matrix [rows, cols]; None for a copy that was not requested.
 
-    The columnwise copy is [cols, rows], the transpose.
+    Attributes:
+        rowwise: FP8 [rows, cols].
+        columnwise: FP8 [cols, rows], the transpose.
+        scale: one float32 element, the scale that was used.
+        scale_inv: one float32 element: 1 / scale, or infinity if the amax is infinite.
+        amax: one float32 element, the amax from which the scale was computed.
     """
 
     rowwise: jax.Array | None
@@ -44,7 +49,22 @@ def current_scale(
 ) -> CurrentScaleOutput:
     """Quantizes q = saturating_cast(float(x) * scale), scale = fp8_max / max |x|.
 
-    ``flatten_axis`` is as in ``cast_transpose``.
+    An amax of 0, infinity or NaN gives scale 1.
+
+    Args:
+        x: [rows, cols] float32, float16 or bfloat16.
+        fp8_dtype: float8_e4m3fn or float8_e5m2; on a CPU also their fnuz forms.
+        rowwise, columnwise: the copies to make: [rows, cols], and its transpose [cols, rows].
+        eps: smallest amax, zero or more.
+        pow2: round the scale down to a power of two.
+        amax: one float32 element to use instead of max |x|; None computes max |x|.
+        flatten_axis: index of the first dimension that counts as columns, for x with more than two
+            dimensions; None needs a matrix. The copies keep all dimensions; in the columnwise copy
+            those of the columns come first.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape does not match, ``eps`` is negative, or no copy is asked for.
     """
     dtype = _checks.fp8_dtype_of("current_scale", fp8_dtype, fnuz=True)
     x, ranks = sides("current_scale", x, flatten_axis)
@@ -97,7 +117,21 @@ def from_amax(
 def scale_of(
     amax: jax.Array, fp8_dtype: Any, *, eps: float = 0.0, pow2: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes the scale that ``current_scale`` computes from ``amax``, and scale_inv."""
+    """Computes (scale, scale_inv) from an amax by the rules of ``current_scale``.
+
+    Args:
+        amax: one float32 element.
+        fp8_dtype: float8_e4m3fn or float8_e5m2; on a CPU also their fnuz forms.
+        eps: smallest amax, zero or more.
+        pow2: round the scale down to a power of two.
+
+    Returns:
+        (scale, scale_inv), one float32 element each.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: ``amax`` does not have one element, or ``eps`` is negative.
+    """
     dtype = _checks.fp8_dtype_of("current_scale", fp8_dtype, fnuz=True)
     amax = _checks.is_scalar("current_scale_cast", "amax", amax)
 
@@ -122,8 +156,10 @@ def local_amax(x: jax.Array) -> tuple[jax.Array]:
 
 @checked
 def tensor_amax(x: jax.Array) -> jax.Array:
-    """Computes max |x| of a matrix as one float32 element; NaN counts as largest, an empty x
-    gives 0.
+    """Computes max |x| as one float32 element; NaN counts as largest, an empty x gives 0.
+
+    x is [rows, cols] float32, float16 or bfloat16. Another dtype raises TypeError, another number
+    of dimensions ValueError.
     """
     x = _checks.matrix("current_scale", "x", x)
 

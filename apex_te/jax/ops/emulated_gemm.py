@@ -31,10 +31,24 @@ def mx_gemm(
     bias: jax.Array | None = None,
     inner: int = 1,
 ) -> jax.Array:
-    """Computes out[M, N] = a @ b.T + bias from MXFP8 operands that ``mx_quantize`` has made.
+    """Computes out[M, N] = a @ b.T + bias of MXFP8 operands from ``mx_quantize``.
 
-    ``inner`` is as in ``fp8_gemm``. Values below 2^-126, the smallest normal number, may be rounded
-    in decoding.
+    Decoding may round operands' values below 2^-126, the smallest normal number.
+
+    Args:
+        a: [M, K] FP8.
+        b: [N, K] FP8.
+        a_scale: float8_e8m0fnu [M, ceil(K / 32)].
+        b_scale: float8_e8m0fnu [N, ceil(K / 32)].
+        out_dtype: bfloat16, float16 or float32.
+        bias: [N], converted to the output's dtype, or to bfloat16 for a float32 output; None adds
+            nothing.
+        inner: number of dimensions of K, the last ones of a and b. M and N may also stand for
+            several dimensions, which the result keeps.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape does not match.
     """
 
     def decoded(dtype: Any, a: Any, b: Any, a_scale: Any, b_scale: Any) -> tuple[Any, Any]:
@@ -57,7 +71,19 @@ def hif8_gemm(
 ) -> jax.Array:
     """Computes out[M, N] = (a @ b.T) * a_scale_inv * b_scale_inv + bias of HiF8 data.
 
-    ``inner`` is as in ``fp8_gemm``.
+    Args:
+        a: [M, K] uint8 HiF8 data.
+        b: [N, K] uint8 HiF8 data.
+        a_scale_inv, b_scale_inv: one float32 element each.
+        out_dtype: bfloat16, float16 or float32.
+        bias: [N], converted to the output's dtype, or to bfloat16 for a float32 output; None adds
+            nothing.
+        inner: number of dimensions of K, the last ones of a and b. M and N may also stand for
+            several dimensions, which the result keeps.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape does not match.
     """
 
     def decoded(dtype: Any, a: Any, b: Any, *_: Any) -> tuple[Any, Any]:

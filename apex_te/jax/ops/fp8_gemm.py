@@ -148,9 +148,23 @@ def fp8_gemm(
 ) -> jax.Array:
     """Computes out[M, N] = (a[M, K] @ b[N, K].T) * a_scale_inv * b_scale_inv + bias + c.
 
-    K has ``inner`` dimensions, the last ones of a and b. M and N may also stand for several
-    dimensions; the result keeps them. ``c`` [M, N], in the output's dtype, is added before the
-    result is rounded.
+    Args:
+        a: [M, K] FP8.
+        b: [N, K] FP8.
+        a_scale_inv, b_scale_inv: one float32 element each.
+        out_dtype: bfloat16, float16 or float32.
+        bias: [N], converted to the output's dtype, or to bfloat16 for a float32 output; None adds
+            nothing.
+        use_split_accumulator: keep partial sums in float32 (slower, more exact); a CPU always does.
+        c: [M, N] in the output's dtype, such as a residual, added before rounding; None adds
+            nothing.
+        inner: number of dimensions of K, the last ones of a and b. M and N may also stand for
+            several dimensions, which the result keeps.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape does not match.
+        NotImplementedError: both operands are E5M2.
     """
     a, b, rest, dtype = _prepare("fp8_gemm", a, b, out_dtype, bias, c, inner)
     scales = {
@@ -201,9 +215,29 @@ def block_scaled_gemm(
     c: jax.Array | None = None,
     inner: int = 1,
 ) -> jax.Array:
-    """Computes out[M, N] = a @ b.T + bias + c from operands that ``block_quantize`` has made.
+    """Computes out[M, N] = a @ b.T + bias + c of operands from ``block_quantize``.
 
-    ``c`` and ``inner`` are as in ``fp8_gemm``.
+    Args:
+        a: [M, K] FP8.
+        b: [N, K] FP8.
+        a_scale_inv: float32 of shape ``block_quantize.scale_shape(M, K, a_block_rows)``, or
+            unpadded.
+        b_scale_inv: float32 of shape ``block_quantize.scale_shape(N, K, b_block_rows)``, or
+            unpadded.
+        a_block_rows: 1 (blocks of 1x128) or 128 (128x128).
+        b_block_rows: 1 or 128, but not 128 if ``a_block_rows`` is 128.
+        out_dtype: bfloat16, float16 or float32.
+        bias: [N], converted to the output's dtype, or to bfloat16 for a float32 output; None adds
+            nothing.
+        c: [M, N] in the output's dtype, such as a residual, added before rounding; None adds
+            nothing.
+        inner: number of dimensions of K, the last ones of a and b. M and N may also stand for
+            several dimensions, which the result keeps.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or number of block rows does not match.
+        NotImplementedError: both operands are E5M2.
     """
     name = "block_scaled_gemm"
     a, b, rest, dtype = _prepare(name, a, b, out_dtype, bias, c, inner)

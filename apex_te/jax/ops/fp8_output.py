@@ -15,10 +15,13 @@ __all__ = ["FP8Output", "sides"]
 
 
 class FP8Output(NamedTuple):
-    """FP8 data [rows, cols], its transpose, 1 / scale and the new amax, one float32 element each.
+    """FP8 data of a matrix [rows, cols]; None for a result that was not requested.
 
-    None stands for what was not asked for; ``amax`` is the maximum of the given amax and the
-    matrix's own.
+    Attributes:
+        rowwise: FP8 [rows, cols].
+        columnwise: FP8 [cols, rows], the transpose.
+        scale_inv: one float32 element, 1 / scale.
+        amax: one float32 element, the maximum of the given amax and that of the matrix.
     """
 
     rowwise: jax.Array | None

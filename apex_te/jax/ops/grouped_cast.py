@@ -32,14 +32,26 @@ _S = jax.ShapeDtypeStruct
 
 
 class Gather(NamedTuple):
-    """Rows x[row_of[r]], zeros for -1."""
+    """Source of rows x[row_of[r]], such as tokens sorted by expert.
+
+    Attributes:
+        x: [tokens, cols] float32, float16 or bfloat16.
+        row_of: int32 [rows], from ``moe_permute.tokens_of_rows``; -1 is a row of zeros.
+    """
 
     x: jax.Array
     row_of: jax.Array
 
 
 class Gated(NamedTuple):
-    """Rows act(gate) * up * factor[r] of x [rows, 2F], after each group's bias is added to x."""
+    """Source of rows act(gate) * up * factor[r], as ``swiglu`` computes them.
+
+    Attributes:
+        x: [rows, 2F] float32, float16 or bfloat16, gates first.
+        factor: float32 [rows], such as the experts' probabilities.
+        activation: a name that ``swiglu`` accepts, such as "silu", or a ``ClampedSwiglu``.
+        bias: [groups, 2F] in the dtype of x, added to the rows of each group; None adds nothing.
+    """
 
     x: jax.Array
     factor: jax.Array
@@ -48,7 +60,12 @@ class Gated(NamedTuple):
 
 
 class GatedGradient(NamedTuple):
-    """Rows of the gradient of ``Gated`` with respect to x; ``grad`` [rows, F] is its output's."""
+    """Source of rows of the gradient of ``Gated`` with respect to x, [rows, 2F].
+
+    Attributes:
+        grad: [rows, F] in the dtype of x, gradient of the gated rows.
+        x, factor, activation, bias: as in ``Gated``.
+    """
 
     grad: jax.Array
     x: jax.Array
@@ -61,7 +78,13 @@ Source = Gather | Gated | GatedGradient
 
 
 class GroupScales(NamedTuple):
-    """Scale and scale_inv, or None for its inverse, of each group, and the amax to start from."""
+    """Scales of a cast with one scale for each group, float32 [groups] each.
+
+    Attributes:
+        scale: factors of the values.
+        scale_inv: used instead of 1 / scale; None computes it.
+        amax: each group's result is the maximum of this and its own; None computes no amax.
+    """
 
     scale: jax.Array
     scale_inv: jax.Array | None = None
@@ -69,7 +92,14 @@ class GroupScales(NamedTuple):
 
 
 class BlockRule(NamedTuple):
-    """Options of ``block_quantize`` for 1x128 blocks of rows; columnwise ones may be 128x128."""
+    """Options of ``block_quantize`` for a cast in blocks of 1x128.
+
+    Attributes:
+        scales: "pow2" rounds scales down to powers of two, "fp32" does not, "server" divides by
+            amax / fp8_max, as vLLM's casts do.
+        eps: smallest amax of a block.
+        columnwise_block_rows: 1, or 128 for columnwise blocks of 128x128.
+    """
 
     scales: str = "pow2"
     eps: float = 0.0
@@ -77,7 +107,12 @@ class BlockRule(NamedTuple):
 
 
 class SourceGrads(NamedTuple):
-    """Gradients of the factor and bias of a ``GatedGradient``, None if not asked for."""
+    """Gradients that ``cast_source`` computes; None for one that was not requested.
+
+    Attributes:
+        factor: float32 [rows].
+        bias: [groups, 2F] in the dtype of x.
+    """
 
     factor: jax.Array | None
     bias: jax.Array | None
@@ -95,10 +130,25 @@ def cast_source(
     factor_grad: bool = False,
     bias_grad: bool = False,
 ) -> tuple[GroupedOutput, SourceGrads]:
-    """Quantizes the rows of a source, with one scale for each group or 1x128 block.
+    """Quantizes rows that are gathered or computed, with a scale for each group or 1x128 block.
 
-    It is ``apex_te.ops.grouped_cast.quantize_source`` or ``block_quantize_source``, whose layouts
-    the result has.
+    Args:
+        source: a ``Gather``, ``Gated`` or ``GatedGradient``, which describes rows [rows, cols].
+        groups: places of the groups in the rows, from ``groups_of``.
+        fp8_dtype: float8_e4m3fn or float8_e5m2.
+        scaling: a ``GroupScales`` or ``BlockRule``.
+        rowwise, columnwise: the copies to make, [rows, cols] and [cols, groups.columns].
+        factor_grad, bias_grad: also compute the gradient of the factor or bias of a
+            ``GatedGradient``.
+
+    Returns:
+        (output, gradients), with scale_inv as in ``quantize_groups``, or for a ``BlockRule`` as in
+        ``apex_te.ops.grouped_quantize.block_quantize_groups``.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: ``groups`` was made for another number of rows, or ``activation`` is not
+            supported.
     """
     dtype = jnp.dtype(_checks.fp8_dtype_of(_OP, fp8_dtype))
     shape, in_blocks = _shape(source), isinstance(scaling, BlockRule)

@@ -33,7 +33,11 @@ _S = jax.ShapeDtypeStruct
 
 @checked
 def multiply_groups(a: jax.Array, b: jax.Array, groups: Groups) -> jax.Array:
-    """Multiplies each row by its group's matrix: ``out[r] = b[g] @ a[r]``, row r in group g."""
+    """Multiplies each row by its group's matrix: ``out[r] = b[g] @ a[r]``, row r in group g.
+
+    a is [rows, K], b [groups, N, K]. The result is [rows, N] in the dtype of a, summed in float32,
+    with zeros in rows after the last group. Other shapes raise ValueError.
+    """
     _check_operands("multiply_groups", a, b, groups)
     a = jnp.asarray(a)
     return _multiplied(a, jnp.asarray(b), groups.ends, a.dtype)
@@ -70,7 +74,8 @@ def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
 def contract_groups(a: jax.Array, b: jax.Array, groups: Groups, wide: bool = False) -> jax.Array:
     """Multiplies each group's slices of two matrices: ``out[g] = a[:, i:j] @ b[i:j]``.
 
-    With ``wide`` float32 sums of 16-bit operands are not rounded to their dtype.
+    a is [M, rows], b [rows, N]. The result is [groups, M, N] in the dtype of a, or with ``wide``
+    float32 sums that are not rounded. Other shapes raise ValueError.
     """
     a, b = _checks.array("contract_groups", "a", a), _checks.array("contract_groups", "b", b)
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0]:
@@ -124,7 +129,24 @@ def scaled_multiply_groups(
     groups: Groups,
     fast: bool,
 ) -> jax.Array:
-    """Computes ``multiply_groups`` of FP8 data, times scale_inv of each row and of its group."""
+    """Computes ``multiply_groups`` of FP8 data, with a scale_inv for each row of a and matrix of b.
+
+    Args:
+        a: [rows, K] FP8.
+        a_scale_inv: float32 [rows].
+        b: [groups, N, K] FP8.
+        b_scale_inv: float32 [groups].
+        groups: places of the groups in the rows, from ``groups_of``.
+        fast: accumulate along K in the tensor cores only, which keep fewer bits than float32.
+            Ignored where the FP8 data must be decoded: on a CPU, and on GPUs other than sm_90.
+
+    Returns:
+        [rows, N] bfloat16; rows after the last group have undefined values.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape does not match.
+    """
     name = "scaled_multiply_groups"
     _check_operands(name, a, b, groups)
     operands = _checked(name, a, a_scale_inv, (groups.rows,), b, b_scale_inv, groups.num_groups)
@@ -151,9 +173,24 @@ def scaled_contract_groups(
     fast: bool,
     wide: bool = False,
 ) -> jax.Array:
-    """Computes ``contract_groups`` of columnwise FP8 data, times both operands' scale_inv.
+    """Computes ``contract_groups`` of columnwise FP8 data, with the scale_inv of each group.
 
-    With ``wide`` the result is float32 instead of bfloat16.
+    Args:
+        a: [M, K] FP8, a columnwise copy from ``quantize_groups``: K is ``groups.columns``.
+        a_scale_inv: float32 [groups].
+        b: [N, K] FP8, with the same groups along K.
+        b_scale_inv: float32 [groups].
+        ends: int32 [groups], ``groups.column_ends``.
+        fast: accumulate along K in the tensor cores only, which keep fewer bits than float32.
+            Ignored where the FP8 data must be decoded: on a CPU, and on GPUs other than sm_90.
+        wide: return float32 instead of bfloat16.
+
+    Returns:
+        [groups, M, N] in bfloat16 or float32.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed, or ``ends`` is not int32 [groups].
+        ValueError: a shape does not match.
     """
     name = "scaled_contract_groups"
     ends = _checks.array(name, "ends", ends)
@@ -210,8 +247,17 @@ def block_multiply_groups(
 ) -> jax.Array:
     """Computes ``multiply_groups`` of FP8 data with block scales, in bfloat16.
 
-    ``a`` is a rowwise copy of ``grouped_cast.cast_source``, ``b`` a copy of
-    ``block_quantize_matrices``.
+    Args:
+        a, a_scale_inv: [rows, K] FP8 and its scales, a rowwise copy from
+            ``grouped_cast.cast_source`` with a ``BlockRule``.
+        b, b_scale_inv: [groups, N, K] FP8 and its scales, a copy from ``block_quantize_matrices``.
+        groups: places of the groups in the rows, from ``groups_of``.
+
+    Returns:
+        [rows, N] bfloat16; rows after the last group have undefined values.
+
+    Raises:
+        ValueError: a shape does not match.
     """
     name = "block_multiply_groups"
     _check_operands(name, a, b, groups)
@@ -239,8 +285,15 @@ def block_contract_groups(
 ) -> jax.Array:
     """Computes ``contract_groups`` of columnwise FP8 data with block scales.
 
-    Both are columnwise copies of ``grouped_cast.cast_source``; b's blocks are 1x128. With ``wide``
-    the result is float32 instead of bfloat16.
+    Args:
+        a, a_scale_inv: [M, groups.columns] FP8 and its scales, a columnwise copy from
+            ``grouped_cast.cast_source`` with a ``BlockRule``.
+        b, b_scale_inv: [N, groups.columns] FP8 and its scales, the same of 1x128 blocks.
+        groups: places of the groups in the rows, from ``groups_of``.
+        wide: return float32 instead of bfloat16.
+
+    Returns:
+        [groups, M, N] in bfloat16 or float32.
     """
     dtype = jnp.float32 if wide else jnp.bfloat16
 

@@ -40,7 +40,13 @@ _S = jax.ShapeDtypeStruct
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Groups:
-    """Places of groups in the rows of a matrix, as ``groups_of`` returns them."""
+    """Places of groups in the rows of a matrix, as ``groups_of`` returns them.
+
+    Attributes:
+        table: int32 on the device, to pass on unread.
+        rows: number of rows of the matrix.
+        num_groups: number of groups.
+    """
 
     table: jax.Array
     rows: int = dataclasses.field(metadata={"static": True})
@@ -48,22 +54,22 @@ class Groups:
 
     @property
     def ends(self) -> jax.Array:
-        """Index of the row after each group's last row, int32 [num_groups]."""
+        """The row after each group's last row, int32 [num_groups]."""
         return self.table[: self.num_groups]
 
     @property
     def column_ends(self) -> jax.Array:
-        """Index after each group's last column in the columnwise copy, int32 [num_groups]."""
+        """The column after each group's last column of the columnwise copy, int32 [num_groups]."""
         return self.table[self.num_groups : 2 * self.num_groups]
 
     @property
     def columns(self) -> int:
-        """Number of columns of the columnwise copy, enough for any split of the rows."""
+        """Number of columns of the columnwise copy, enough for any sizes of the groups."""
         return -(-self.rows // ALIGN) * ALIGN + self.num_groups * ALIGN
 
     @property
     def lines(self) -> int:
-        """Number of lines of the scales of a columnwise copy in blocks."""
+        """Number of lines of columnwise block scales, enough for any sizes of the groups."""
         return self.columns // _BLOCK + self.num_groups
 
 
@@ -111,9 +117,15 @@ def group_of(ends: jax.Array, at: jax.Array) -> jax.Array:
 
 
 class GroupedOutput(NamedTuple):
-    """FP8 data as in ``apex_te.ops.grouped_quantize.GroupedOutput``, None if not asked for.
+    """FP8 data of groups and its scale_inv; None for a result that was not requested.
 
-    ``amax`` is the maximum of each group's given amax and its own.
+    Attributes:
+        rowwise: [rows, cols] of groups of rows, [groups, rows, cols] of matrices.
+        columnwise: the transpose: [cols, ``Groups.columns``] or [groups, cols, rows].
+        scale_inv: float32 [groups]; with block scales, the scale_inv of the columnwise copy.
+        row_scale_inv: float32 [rows], the scale_inv of each row; with block scales, that of the
+            rowwise copy. None for matrices with one scale each.
+        amax: float32 [groups], the maximum of each group's given amax and its own.
     """
 
     rowwise: jax.Array | None
@@ -127,9 +139,19 @@ class GroupedOutput(NamedTuple):
 def groups_of(splits: jax.Array, rows: int) -> Groups:
     """Returns the places of groups in a matrix of ``rows`` rows.
 
-    Splits are invalid if one is negative or their sum exceeds ``rows``. They raise no error, since
-    only the device knows them. Instead no group has rows, every scale_inv is NaN, and the results
-    of ``finish_rows``, ``zero_unused`` and ``column_sums`` are NaN.
+    Splits are invalid if one is negative or their sum exceeds ``rows``. They raise no error,
+    because only the device knows them. Instead every group is empty, every scale_inv is NaN, and
+    the results of ``finish_rows``, ``zero_unused`` and ``column_sums`` are NaN.
+
+    Args:
+        splits: int32 or int64 [groups], the number of rows of each group, in order.
+        rows: number of rows of the matrix.
+
+    Raises:
+        TypeError: ``splits`` is neither int32 nor int64.
+        ValueError: ``splits`` does not have one dimension.
+        NotImplementedError: ``splits`` does not have 1 to 1023 groups, or there are about 2^31
+            rows.
     """
     name = "grouped_offsets"
     splits = _checks.has_ndim(name, "splits", splits, 1, ["int32", "int64"])
@@ -146,8 +168,9 @@ def groups_of(splits: jax.Array, rows: int) -> Groups:
 
 @checked
 def check_rows(name: str, rows: int, groups: Groups) -> None:
-    """Raises ValueError, of function ``name``, unless ``groups`` are of a matrix of ``rows``
-    rows.
+    """Raises ValueError unless ``groups`` was made for a matrix of ``rows`` rows.
+
+    ``name`` is the name of the calling function, for the error.
     """
     if rows != groups.rows:
         raise ValueError(f"{name}: groups must be of {rows} rows, got groups of {groups.rows} rows")
@@ -174,10 +197,24 @@ def quantize_groups(
     amax: jax.Array | None = None,
     scale_inv: jax.Array | None = None,
 ) -> GroupedOutput:
-    """Quantizes groups of rows in one pass: q = saturating_cast(float(x) * scale[g]) in group g.
+    """Quantizes groups of rows in one pass: q = saturating_cast(float(x) * scale[g]) for group g.
 
-    The result's ``amax`` is the maximum of the given one and max |x| of each group, NaN counting as
-    largest.
+    Args:
+        x: [rows, cols] float32, float16 or bfloat16.
+        groups: places of the groups in the rows, from ``groups_of``.
+        scale: float32 [groups].
+        fp8_dtype: float8_e4m3fn or float8_e5m2.
+        rowwise: make the rowwise copy, [rows, cols]; rows after the last group have undefined
+            values.
+        columnwise: make the columnwise copy, [cols, groups.columns]. Each group begins at a
+            multiple of 16 columns and has at least 16; columns beyond its rows are zeros.
+        amax: float32 [groups]; the result's ``amax`` is then max(amax, max |x|) of each group,
+            where NaN counts as largest. None computes no amax.
+        scale_inv: float32 [groups] to use instead of 1 / scale.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape does not match, or neither a copy nor an amax is asked for.
     """
     x = _checks.matrix_to_cast(_OP, x)
     rows, cols = x.shape
@@ -220,8 +257,22 @@ def quantize_matrices(
 ) -> GroupedOutput:
     """Quantizes one matrix for each group, all of one shape and dtype, in one launch.
 
-    ``matrices`` may also be one array [groups, rows, cols]. With ``groups`` those of groups without
-    rows are left out: their FP8 data are undefined, and their amax is the given one.
+    Args:
+        matrices: one float32, float16 or bfloat16 matrix [rows, cols] for each group, or one array
+            [groups, rows, cols].
+        scale: float32 [groups].
+        fp8_dtype: float8_e4m3fn or float8_e5m2.
+        groups: skips the matrices of empty groups, whose FP8 data is undefined and whose amax is
+            the given one. None quantizes all.
+        rowwise, columnwise: the copies to make: [groups, rows, cols], and its transpose [groups,
+            cols, rows].
+        amax: float32 [groups]; the result's ``amax`` is then max(amax, max |x|) of each group,
+            where NaN counts as largest. None computes no amax.
+        scale_inv: float32 [groups] to use instead of 1 / scale.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape does not match, or neither a copy nor an amax is asked for.
     """
     name = "grouped_quantize_matrices"
     if isinstance(matrices, (list, tuple)):
@@ -257,9 +308,22 @@ def block_quantize_matrices(
     scales: str = "pow2",
     eps: float = 0.0,
 ) -> GroupedOutput:
-    """Quantizes matrices [groups, rows, cols] with a scale for each 128x128 block, in one launch.
+    """Quantizes one matrix for each group with a scale for each 128x128 block, in one launch.
 
-    On a CPU those of groups without rows are quantized, too.
+    Args:
+        matrices: [groups, rows, cols] float32, float16 or bfloat16.
+        fp8_dtype: float8_e4m3fn or float8_e5m2.
+        groups: skips the matrices of empty groups on a GPU; a CPU quantizes all.
+        rowwise: make [groups, rows, cols], whose row_scale_inv is float32 [groups,
+            *scale_shape(rows, cols, 128)].
+        columnwise: make [groups, cols, rows], whose scale_inv is float32 [groups,
+            *scale_shape(cols, rows, 128)].
+        scales: "pow2", "fp32" or "server", as in ``block_quantize``.
+        eps: smallest amax of a block.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape does not match, or ``scales`` is unknown.
     """
     name = "grouped_block_quantize_matrices"
     dtype = _checks.fp8_dtype_of(name, fp8_dtype)
@@ -303,7 +367,13 @@ def blocks_of(made: dict[str, Any]) -> GroupedOutput:
 def block_values_of_columns(
     fp8_data: jax.Array, scale_inv: jax.Array, column_ends: jax.Array
 ) -> jax.Array:
-    """Decodes a columnwise copy of ``block_quantize_groups`` to float32 [cols, columns]."""
+    """Decodes a columnwise copy with block scales to float32 [cols, columns].
+
+    Args:
+        fp8_data: FP8 [cols, columns].
+        scale_inv: float32 [lines, cols rounded up to 4].
+        column_ends: int32 [groups]; columns after the last group get undefined values.
+    """
     at = jnp.arange(fp8_data.shape[1], dtype=jnp.int32)
     group = group_of(column_ends, at)
     begin = begins_of(column_ends)[group]
@@ -316,7 +386,21 @@ def block_values_of_columns(
 def scales_of(
     amax: jax.Array, fp8_dtype: Any, *, eps: float = 0.0, pow2: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes each group's scale from its amax, by the rules of ``current_scale``."""
+    """Computes each group's scale from its amax, by the rules of ``current_scale``.
+
+    Args:
+        amax: float32 [groups].
+        fp8_dtype: float8_e4m3fn or float8_e5m2.
+        eps: smallest amax, zero or more.
+        pow2: round scales down to powers of two.
+
+    Returns:
+        (scale, scale_inv), each float32 [groups].
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: ``amax`` does not have one dimension, or ``eps`` is negative.
+    """
     name = "grouped_scales"
     amax = _checks.has_ndim(name, "amax", amax, 1, ["float32"])
     limit = float(jnp.finfo(_checks.fp8_dtype_of(name, fp8_dtype)).max)
@@ -338,7 +422,19 @@ def first_scales(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Computes the first scales of delayed scaling, from amax values instead of an amax history.
 
-    Returned are the new ``(due, scale, scale_inv)``.
+    Each group with rows whose ``due`` is 1 gets a scale and scale_inv, and its ``due`` becomes 0.
+    If its amax is 0, infinite or NaN, only ``due`` changes. Other groups do not change.
+
+    Args:
+        amax, scale, scale_inv: float32 [groups].
+        groups: places of the groups in the rows, from ``groups_of``.
+        due: int32 [groups]; 0 for each group that already has a scale, otherwise 1.
+        fp8_max: the format's largest value, 448 (E4M3) or 57344 (E5M2).
+        margin: exponent of a power of two that scales are divided by, as headroom.
+        pow2: round scales down to powers of two.
+
+    Returns:
+        The new (due, scale, scale_inv).
     """
     given = {"amax": amax, "due": due, "scale": scale, "scale_inv": scale_inv}
     options: dict[str, Any] = {"fp8_max": float(fp8_max), "margin": margin, "pow2": bool(pow2)}
@@ -356,7 +452,17 @@ def _of_rows(
 
 @checked
 def finish_rows(out: jax.Array, groups: Groups, bias: jax.Array | None = None) -> jax.Array:
-    """Returns ``out`` with ``bias`` added to the groups' rows; rows outside of groups are zeros."""
+    """Returns ``out`` with each group's bias added to its rows, and zeros after the last group.
+
+    Args:
+        out: [rows, cols] float32, float16 or bfloat16.
+        groups: places of the groups in the rows, from ``groups_of``.
+        bias: [groups, cols] in the dtype of ``out``; None adds nothing.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape does not match, or ``groups`` was made for another number of rows.
+    """
     name = "grouped_finish"
     out = _checks.matrix(name, "out", out)
     check_rows(name, out.shape[0], groups)
@@ -365,14 +471,17 @@ def finish_rows(out: jax.Array, groups: Groups, bias: jax.Array | None = None) -
 
 @checked
 def zero_unused(out: jax.Array, groups: Groups) -> jax.Array:
-    """Returns ``out`` [groups, ...] with zeros in ``out[g]`` for each group g without rows."""
+    """Returns ``out`` [groups, ...] with zeros in ``out[g]`` for each group g without rows.
+
+    ``out`` is float32, float16 or bfloat16.
+    """
     rows = jnp.asarray(out).reshape(groups.num_groups, -1)
     return _of_rows("grouped_clear", {"out": rows}, groups)["out"].reshape(jnp.shape(out))
 
 
 @checked
 def decode(fp8_data: jax.Array) -> jax.Array:
-    """Returns the exact values of FP8 data of any shape as bfloat16, not times scale_inv."""
+    """Converts E4M3 or E5M2 data of any shape to bfloat16, exactly and without a scale_inv."""
     name = "grouped_decode"
     fp8_data = _checks.has_dtype(name, "fp8_data", fp8_data, _checks.FP8)
     made = whole_call(_OP, name, {"fp8_data": fp8_data.reshape(-1)})
@@ -381,8 +490,10 @@ def decode(fp8_data: jax.Array) -> jax.Array:
 
 @checked
 def scale_rows(out: jax.Array, factor: jax.Array) -> jax.Array:
-    """Returns ``out`` [rows, ...] with each row multiplied by its factor, float32 [rows], in
-    float32.
+    """Returns ``out`` [rows, ...] with each row multiplied by its factor in float32.
+
+    ``out`` is float32, float16 or bfloat16, which the result has, too; ``factor`` is float32
+    [rows].
     """
     name = "grouped_scale_rows"
     out = _checks.has_dtype(name, "out", out, _checks.FLOATS)
@@ -392,7 +503,11 @@ def scale_rows(out: jax.Array, factor: jax.Array) -> jax.Array:
 
 @checked
 def column_sums(x: jax.Array, groups: Groups) -> jax.Array:
-    """Sums the rows of each group of ``x`` [rows, cols] in float32, deterministically."""
+    """Sums the rows of each group of ``x`` [rows, cols] in float32, deterministically.
+
+    ``x`` is float32, float16 or bfloat16. The result is [groups, cols] in its dtype. ``groups`` of
+    another number of rows raise ValueError.
+    """
     name = "grouped_sum"
     x = _checks.matrix_to_cast(name, x)
     check_rows(name, x.shape[0], groups)

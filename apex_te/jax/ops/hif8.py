@@ -24,10 +24,16 @@ _FLOAT32_MAX = float(jnp.finfo(jnp.float32).max)
 
 
 class HiF8Output(NamedTuple):
-    """HiF8 data as in ``apex_te.ops.hif8.HiF8Output``; a copy that was not asked for is None.
+    """HiF8 data of a matrix [rows, cols]; None for a copy that was not requested.
 
-    The columnwise copy is [cols, rows], the transpose. ``amax`` of ``quantize`` is the maximum of
-    the given amax and max |x|, None unless given; that of ``quantize_current`` gave the scale.
+    Attributes:
+        rowwise: uint8 [rows, cols].
+        columnwise: uint8 [cols, rows], the transpose.
+        scale: one float32 element, the scale that was used.
+        scale_inv: one float32 element: 1 / scale, or infinity if ``quantize_current`` used an
+            infinite amax.
+        amax: one float32 element: from ``quantize`` the maximum of the given amax and max |x|, or
+            None; from ``quantize_current`` the amax that was used.
     """
 
     rowwise: jax.Array | None
@@ -39,7 +45,19 @@ class HiF8Output(NamedTuple):
 
 @checked
 def encode(x: jax.Array, *, saturate: bool = True) -> jax.Array:
-    """Returns the HiF8 data of x without a scale, rounded half away from zero."""
+    """Converts x to HiF8 without a scale, rounding halves away from zero.
+
+    Args:
+        x: any shape, float32, float16 or bfloat16.
+        saturate: convert magnitudes of 40960 and above, including infinity, to 32768. If False,
+            they become infinity.
+
+    Returns:
+        uint8 in x's shape.
+
+    Raises:
+        TypeError: x has a dtype that is not listed.
+    """
     x = _checks.has_dtype("hif8_quantize", "x", x, _checks.FLOATS)
     given = {"x": x.reshape(1, x.size)}
     made = local_call("hif8", "hif8_quantize", given, ["rowwise"], saturate=bool(saturate))
@@ -50,7 +68,17 @@ def encode(x: jax.Array, *, saturate: bool = True) -> jax.Array:
 def decode(
     fp8_data: jax.Array, dtype: Any = jnp.bfloat16, *, scale_inv: jax.Array | None = None
 ) -> jax.Array:
-    """Returns the values of HiF8 data times scale_inv, rounded once; exact without scale_inv."""
+    """Converts HiF8 data to ``dtype``, times ``scale_inv`` if given, rounding once.
+
+    Args:
+        fp8_data: uint8 of any shape.
+        dtype: float32, float16 or bfloat16.
+        scale_inv: one float32 element; None stands for 1.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: ``scale_inv`` does not have one element.
+    """
     name = "hif8_decode"
     fp8_data = _checks.has_dtype(name, "fp8_data", fp8_data, ["uint8"])
     given = {"fp8_data": fp8_data.reshape(-1)}
@@ -73,8 +101,20 @@ def quantize(
 ) -> HiF8Output:
     """Quantizes q = encode(float(x) * scale) with a given scale, in one pass.
 
-    The result's ``amax`` is the maximum of the given one and max |x|, NaN counting as largest.
-    ``flatten_axis`` is as in ``cast_transpose``.
+    Args:
+        x: [rows, cols] float32, float16 or bfloat16.
+        scale: one float32 element.
+        rowwise, columnwise: the copies to make: [rows, cols], and its transpose [cols, rows].
+        amax: one float32 element; the result's ``amax`` is then max(amax, max |x|), before scaling,
+            where NaN counts as largest. None computes no amax.
+        saturate: as in ``encode``.
+        flatten_axis: index of the first dimension that counts as columns, for x with more than two
+            dimensions; None needs a matrix. The copies keep all dimensions; in the columnwise copy
+            those of the columns come first.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape does not match, or no copy is asked for.
     """
     name = "hif8_quantize"
     x, ranks = sides(name, x, flatten_axis)
@@ -98,9 +138,27 @@ def quantize_current(
     saturate: bool = True,
     flatten_axis: int | None = None,
 ) -> HiF8Output:
-    """Quantizes q = encode(float(x) * scale), scale = target / max |x|, as ``current_scale``.
+    """Quantizes q = encode(float(x) * scale), scale = target / max |x|.
 
-    ``flatten_axis`` is as in ``cast_transpose``.
+    An amax of 0, infinity or NaN gives scale 1.
+
+    Args:
+        x: [rows, cols] float32, float16 or bfloat16.
+        target: value to which the amax is scaled, at most 32768: HIF8_15 for inputs and weights,
+            HIF8_224 for gradients.
+        rowwise, columnwise: the copies to make: [rows, cols], and its transpose [cols, rows].
+        eps: lower bound of the amax, zero or more.
+        pow2: round the scale down to a power of two.
+        amax: one float32 element to use instead of max |x|; None computes max |x|.
+        saturate: as in ``encode``.
+        flatten_axis: index of the first dimension that counts as columns, for x with more than two
+            dimensions; None needs a matrix. The copies keep all dimensions; in the columnwise copy
+            those of the columns come first.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape does not match, ``target`` or ``eps`` is out of range, or no copy is
+            asked for.
     """
     name = "hif8_current" if amax is None else "hif8_cast"
     x, ranks = sides("hif8_current", x, flatten_axis)

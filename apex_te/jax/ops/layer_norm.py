@@ -24,7 +24,25 @@ def layer_norm(
     zero_centered_gamma: bool = False,
     residual: jax.Array | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Normalises (x - mean) / sqrt(variance + eps) * gamma + bias, differentiably."""
+    """Normalises (x - mean) / sqrt(variance + eps) * gamma + bias, differentiably.
+
+    Statistics of the last dimension and arithmetic are float32.
+
+    Args:
+        x: [..., cols] float32, float16 or bfloat16.
+        weight, bias: [cols] in x's dtype or float32; None stands for gamma = 1 and for zeros.
+        eps: added to the variance.
+        zero_centered_gamma: gamma is 1 + weight instead of weight.
+        residual: array of x's shape and dtype, added to x before the norm. The sum is rounded to
+            x's dtype before it is normalised, and is also returned.
+
+    Returns:
+        y in x's shape and dtype; with a residual (y, x + residual).
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape does not match.
+    """
     norm = _norm.differentiable("layer_norm", float(eps), zero_centered_gamma, residual is not None)
     y, total = norm(x, weight, bias, residual)
     return y if total is None else (y, total)
@@ -40,7 +58,20 @@ def layer_norm_fwd(
     zero_centered_gamma: bool = False,
     residual: jax.Array | None = None,
 ) -> NormOutput:
-    """Computes ``layer_norm`` of a matrix [rows, cols], and the statistics for backward."""
+    """Computes ``layer_norm`` of a matrix, and the statistics for ``layer_norm_bwd``.
+
+    Args:
+        x: [rows, cols] float32, float16 or bfloat16.
+        weight, bias: [cols] in x's dtype or float32; None stands for gamma = 1 and for zeros.
+        eps, zero_centered_gamma, residual: as in ``layer_norm``.
+
+    Returns:
+        y [rows, cols]; mean and rstd, float32 [rows]; and x + residual if a residual is given.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape does not match.
+    """
     made = _norm.norm_fwd("layer_norm", x, weight, bias, eps, zero_centered_gamma, residual)
     return NormOutput(made["y"], made["mean"], made["rstd"], made.get("residual_sum"))
 
@@ -60,7 +91,25 @@ def layer_norm_fwd_fp8(
     zero_centered_gamma: bool = False,
     residual: jax.Array | None = None,
 ) -> NormFP8Output:
-    """Quantizes the float32 result y of ``layer_norm_fwd``: q = saturating_cast(y * scale)."""
+    """Computes ``layer_norm_fwd`` and quantizes its float32 y: q = saturating_cast(y * scale).
+
+    Args:
+        x: [rows, cols] float32, float16 or bfloat16.
+        weight, bias: [cols] in x's dtype or float32; None stands for gamma = 1 and for zeros.
+        eps, zero_centered_gamma, residual: as in ``layer_norm``.
+        scale: one float32 element.
+        fp8_dtype: float8_e4m3fn or float8_e5m2.
+        rowwise, columnwise: the copies to make: [rows, cols], and its transpose [cols, rows].
+        amax: one float32 element; the result's ``amax`` is then max(amax, max |y|), before scaling,
+            where NaN counts as largest. None computes no amax.
+
+    Returns:
+        FP8 copies of y; mean and rstd, float32 [rows]; and x + residual if a residual is given.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape does not match.
+    """
     fp8 = (scale, fp8_dtype, rowwise, columnwise, amax)
     made = _norm.norm_fwd("layer_norm", x, weight, bias, eps, zero_centered_gamma, residual, fp8)
     y = FP8Output(*(made.get(name) for name in FP8Output._fields))
@@ -80,7 +129,26 @@ def layer_norm_bwd(
     with_dweight: bool = True,
     with_dbias: bool = True,
 ) -> NormGradients:
-    """Computes the gradients of ``layer_norm_fwd``, deterministically."""
+    """Computes the gradients of ``layer_norm_fwd``, deterministically.
+
+    Args:
+        dy: [rows, cols] in x's dtype, gradient of y.
+        x: [rows, cols], the matrix that was normalised: the forward's x, or x + residual with a
+            residual.
+        weight: as passed to the forward.
+        mean, rstd: float32 [rows], from ``layer_norm_fwd``.
+        zero_centered_gamma: gamma is 1 + weight instead of weight.
+        d_residual: [rows, cols], gradient of the returned residual sum; added to dx. None adds
+            nothing.
+        with_dweight, with_dbias: compute the gradients of weight and bias.
+
+    Returns:
+        dx [rows, cols], and dweight and dbias [cols] or None.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape does not match.
+    """
     return _norm.norm_bwd(
         "layer_norm", dy, x, weight, None, {"mean": mean, "rstd": rstd}, zero_centered_gamma,
         d_residual, with_dweight, with_dbias,

@@ -37,8 +37,12 @@ _OP = "moe_permute"
 class RowMap(NamedTuple):
     """Map from tokens to rows of the permuted matrix, int32 arrays.
 
-    The opaque ``row_id_map`` is an argument of ``permute``, ``unpermute`` and their backward
-    functions.
+    Attributes:
+        row_id_map: opaque, for ``permute``, ``unpermute`` and their backward functions.
+        tokens_per_expert: [experts], number of each expert's rows, without dropped copies.
+        padded_tokens_per_expert: [experts], the same including padding.
+        pad_offsets: [experts], number of padding rows before each expert's first row; None without
+            padding.
     """
 
     row_id_map: jax.Array
@@ -76,8 +80,24 @@ def make_map(
 ) -> RowMap:
     """Makes the map of a permutation that sorts copies of tokens by expert, then by token.
 
-    For "index", ``num_experts`` None means 1024. An index that is too large raises an error on the
-    CPU, when the program runs. On a GPU the token's row in the result of ``unpermute`` is NaN.
+    Args:
+        routing_map: for "mask" [tokens, experts] bool or integers, nonzero if the token goes to the
+            expert. For "index" [tokens, k] int32 or int64 indices of experts; a negative index
+            makes no copy.
+        map_type: "mask" or "index".
+        num_experts: number of experts for "index", at most 1024; None stands for 1024. An index out
+            of range raises an error on the CPU, when the program runs; on a GPU it makes the
+            token's row NaN in ``unpermute``.
+        align_size: each expert's rows begin at a multiple of this; only for "mask". None does not
+            pad.
+        num_rows: number of rows of the permuted matrix; copies beyond the last row are dropped.
+            None drops none.
+
+    Raises:
+        TypeError: ``routing_map`` has a dtype that is not listed.
+        ValueError: a shape or option does not match.
+        NotImplementedError: there are more than 1024 experts, or ``routing_map`` has 2^31 elements
+            or more.
     """
     routing = _routing("moe_permute_map", routing_map, map_type, num_experts, align_size)
     rows = _ANY_ROWS if num_rows is None else num_rows
@@ -150,9 +170,21 @@ def _routes(routing_map: jax.Array, is_index: bool) -> jax.Array:
 def permute(
     inp: jax.Array, row_id_map: jax.Array, num_rows: int, probs: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Copies each token's row, and its probs, to the rows that the map gives.
+    """Copies each token's row, and its probs, to the rows given by the map, differentiably.
 
-    Differentiable with respect to ``inp`` and ``probs``.
+    Args:
+        inp: [tokens, hidden] float32, float16 or bfloat16, or any dtype of one byte.
+        row_id_map: from ``make_map``, ``RowMap.row_id_map``.
+        num_rows: number of rows of the result; rows without a copy are zeros.
+        probs: [tokens, width] float32 or the dtype of ``inp``; width is the number of experts for a
+            mask and k for indices.
+
+    Returns:
+        (permuted rows [num_rows, hidden], permuted probs [num_rows] or None without probs).
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape does not match, or ``num_rows`` is negative.
     """
 
     def forward(inp: Any, probs: Any, row_id_map: Any) -> tuple[Any, Any, Any]:
@@ -176,9 +208,26 @@ def permute_by(
     num_experts: int | None = None,
     align_size: int | None = None,
 ) -> tuple[jax.Array, jax.Array | None, RowMap]:
-    """Computes ``make_map`` and then ``permute`` in one call with overlapping kernels.
+    """Computes ``make_map`` and then ``permute`` in one call; their kernels overlap.
 
-    Copies that do not fit into ``num_rows`` rows are dropped.
+    Copies beyond row ``num_rows - 1`` are dropped.
+
+    Args:
+        inp: [tokens, hidden] float32, float16 or bfloat16, or any dtype of one byte.
+        routing_map, map_type, num_experts, align_size: as in ``make_map``.
+        num_rows: number of rows of the result; rows without a copy are zeros.
+        probs: [tokens, width] float32 or the dtype of ``inp``; width is the number of experts for a
+            mask and k for indices.
+
+    Returns:
+        (permuted rows [num_rows, hidden], permuted probs [num_rows] or None without probs, the
+        ``RowMap``).
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or option does not match.
+        NotImplementedError: there are more than 1024 experts, or ``routing_map`` has 2^31 elements
+            or more.
     """
     name = "moe_permute_fwd"
 
@@ -293,7 +342,22 @@ def _check_differentiable(op: str, inp: jax.Array) -> None:
 def tokens_of_rows(
     row_id_map: jax.Array, num_rows: int, probs: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Returns the token of each row, -1 for a row without a copy, and its prob."""
+    """Returns the token, and the prob, of each row of the permuted matrix.
+
+    Args:
+        row_id_map: from ``make_map``, ``RowMap.row_id_map``.
+        num_rows: number of rows of the permuted matrix.
+        probs: [tokens, width] float32, float16 or bfloat16; width is the number of experts for a
+            mask and k for indices.
+
+    Returns:
+        (tokens int32 [num_rows], permuted probs [num_rows] or None without probs). A row without a
+        copy has token -1 and prob 0.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape does not match.
+    """
     name = "moe_tokens_of_rows"
     tokens, width = _map_shape(name, row_id_map)
     results, given = {"out": _S((num_rows,), jnp.int32)}, {"row_id_map": row_id_map}
@@ -308,7 +372,23 @@ def tokens_of_rows(
 def permute_bwd(
     grad_permuted: jax.Array, row_id_map: jax.Array, grad_permuted_probs: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Computes the gradients of ``permute``."""
+    """Computes the gradients of ``permute``.
+
+    Args:
+        grad_permuted: gradient of the permuted rows, [num_rows, hidden] float32, float16 or
+            bfloat16.
+        row_id_map: from ``make_map``, ``RowMap.row_id_map``.
+        grad_permuted_probs: gradient of the permuted probs, [num_rows] in their dtype; None without
+            probs.
+
+    Returns:
+        (gradient of ``inp`` [tokens, hidden], gradient of probs [tokens, width] or None without
+        ``grad_permuted_probs``).
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape does not match.
+    """
     made = _summed(grad_permuted, row_id_map, None, grad_permuted_probs)
     return made["out"], made.get("grad_probs")
 
@@ -331,9 +411,21 @@ def _summed(inp: Any, row_id_map: Any, probs: Any, grad_permuted_probs: Any) -> 
 
 @checked
 def unpermute(inp: jax.Array, row_id_map: jax.Array, probs: jax.Array | None = None) -> jax.Array:
-    """Sums each token's copies, times their probs, in float32 and in a fixed order.
+    """Sums each token's copies, times their probs, in float32 in a fixed order, differentiably.
 
-    Differentiable with respect to ``inp`` and ``probs``.
+    Args:
+        inp: [rows, hidden] float32, float16 or bfloat16: the experts' results for the permuted
+            rows.
+        row_id_map: from ``make_map``, ``RowMap.row_id_map``.
+        probs: [tokens, width] float32 or the dtype of ``inp``, factors of the copies; None stands
+            for ones. Width is the number of experts for a mask and k for indices.
+
+    Returns:
+        [tokens, hidden] in the dtype of ``inp``; zeros for a token without copies.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape does not match.
     """
     return _unpermutation(_checks.two_dimensional("moe_unpermute", "inp", inp), row_id_map, probs)
 
@@ -368,7 +460,20 @@ def unpermute_bwd(
 ) -> tuple[jax.Array, jax.Array]:
     """Computes the gradients of ``unpermute`` with probs, in one pass.
 
-    Without probs the gradient of ``inp`` is ``permute(grad_output, ...)``.
+    Without probs, the gradient of ``inp`` is the first result of ``permute(grad_output, ...)``.
+
+    Args:
+        grad_output: [tokens, hidden] in the dtype of ``inp``.
+        inp: [rows, hidden], as passed to ``unpermute``.
+        row_id_map: as passed to ``unpermute``.
+        probs: [tokens, width], as passed to ``unpermute``; must be given.
+
+    Returns:
+        (gradient of ``inp`` [rows, hidden], gradient of ``probs`` [tokens, width]).
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape does not match.
     """
     name = "moe_unpermute_bwd"
     inp = _checks.matrix(name, "inp", inp)
@@ -386,8 +491,23 @@ def unpermute_bwd(
 def make_chunk_map(split_sizes: jax.Array, sorted_index: jax.Array, num_rows: int) -> jax.Array:
     """Makes the map by which ``sort_chunks`` reorders chunks of rows.
 
-    There may be at most 2048 chunks. Invalid values in the arguments raise an error on the CPU,
-    when the program runs. On a GPU ``sort_chunks`` then writes zeros to rows that receive no row.
+    Invalid sizes or indices raise an error on the CPU, when the program runs. On a GPU
+    ``sort_chunks`` then writes zeros to rows that get no source row.
+
+    Args:
+        split_sizes: int32 or int64 [chunks], the number of rows of each chunk, at most ``num_rows``
+            in total.
+        sorted_index: int32 or int64 [chunks], a permutation; chunk ``sorted_index[i]`` comes i-th
+            in the result.
+        num_rows: number of rows of the matrix.
+
+    Returns:
+        int32 [2, num_rows], opaque, for ``sort_chunks``.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape does not match.
+        NotImplementedError: there are more than 2048 chunks.
     """
     name = "moe_sort_chunks_map"
     chunks = _checks.array(name, "split_sizes", split_sizes).size
@@ -407,9 +527,21 @@ def sort_chunks(
     *,
     is_backward: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Reorders rows, and their probs, by a map of chunks.
+    """Reorders rows and their probs by a chunk map, differentiably.
 
-    Differentiable with respect to ``inp`` and ``probs``.
+    Args:
+        inp: [rows, hidden] float32, float16 or bfloat16, or any dtype of one byte.
+        chunk_map: from ``make_chunk_map``.
+        probs: [rows] float32, float16 or bfloat16.
+        is_backward: apply the inverse of the map, as backward does to gradients.
+
+    Returns:
+        (reordered rows [rows, hidden], reordered probs [rows] or None); rows after the last chunk
+        are zeros.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape does not match.
     """
     inp = _checks.two_dimensional("moe_sort_chunks", "inp", inp)
 

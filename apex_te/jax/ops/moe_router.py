@@ -25,7 +25,18 @@ _FIXED = ("index", "routing_map", "counts")  # not differentiable
 
 
 class RouterOutputs(NamedTuple):
-    """Results of ``route`` as in ``apex_te.ops.moe_router``, None if not asked for."""
+    """Outputs of ``route``; None for one that was not requested.
+
+    Attributes:
+        index: [tokens, top_k] int32, the chosen experts, in descending order of score.
+        probs: [tokens, top_k] float32, probabilities of the chosen experts.
+        dense_probs: [tokens, experts] in the logits' dtype, ``probs`` of the chosen experts, else
+            0.
+        routing_map: [tokens, experts] bool, True for the chosen experts.
+        scores: [tokens, experts] float32, scores of all experts, which sum to 1.
+        lse: [tokens] float32, log(sum(exp(logits))).
+        counts: [sequences, experts] int32, number of tokens routed to each expert.
+    """
 
     index: Any  # tuples have a method of the name
     probs: Any = None
@@ -37,7 +48,18 @@ class RouterOutputs(NamedTuple):
 
 
 class RouterOptions(NamedTuple):
-    """Choice of experts; the fields are arguments of ``apex_te.router.topk_router``."""
+    """Rules by which ``route`` chooses experts.
+
+    Attributes:
+        top_k: number of experts of each token.
+        score_function: "softmax", "sigmoid" or "sqrtsoftplus".
+        use_pre_softmax: take the softmax over all experts before the choice, not over the chosen
+            ones.
+        num_groups: number of groups of consecutive experts, for ``group_topk``.
+        group_topk: choose experts from this many groups only, those with the largest scores; None
+            chooses from all.
+        scaling_factor: factor of the probabilities; None does not scale.
+    """
 
     top_k: int
     score_function: str = "softmax"
@@ -55,9 +77,25 @@ def route(
     expert_bias: jax.Array | None = None,
     sequences: int = 1,
 ) -> RouterOutputs:
-    """Chooses experts by logits [tokens, experts], and computes what ``outputs`` names.
+    """Chooses the experts of each token and computes the requested outputs, differentiably.
 
-    It is ``apex_te.ops.moe_router.moe_router_fwd``, differentiable in the logits.
+    Args:
+        logits: [tokens, experts] float32, float16 or bfloat16; at most 1024 experts.
+        options: a ``RouterOptions``.
+        outputs: names of fields of ``RouterOutputs``; ``index`` is always computed.
+        expert_bias: [experts] float32, added to the scores for the choice only; must be None for
+            "softmax".
+        sequences: number of sequences of equal length, which ``counts`` counts separately; tokens
+            are ordered [sequences, sequence length].
+
+    Returns:
+        A ``RouterOutputs``; probs, dense_probs, scores and lse have gradients with respect to the
+        logits.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or option does not match.
+        NotImplementedError: there are more than 1024 experts.
     """
     check_choice("route", _checks.array("route", "logits", logits), *options[:2], *options[3:5])
     made = _differentiable(options, outputs, sequences)(logits, expert_bias)

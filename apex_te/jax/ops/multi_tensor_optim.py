@@ -35,9 +35,11 @@ _S = jax.ShapeDtypeStruct
 
 
 class AdamStep(NamedTuple):
-    """Arrays after a step of Adam or LAMB, in the order of the parameters.
+    """Arrays after a step of Adam or LAMB, lists in the order of the parameters.
 
-    ``masters`` is empty if none were given.
+    Attributes:
+        params, exp_avgs, exp_avg_sqs: updated arrays, in the dtypes that were given.
+        masters: updated master weights; empty if none were given.
     """
 
     params: list[jax.Array]
@@ -47,9 +49,12 @@ class AdamStep(NamedTuple):
 
 
 class SgdStep(NamedTuple):
-    """Arrays after a step of SGD, in the order of the parameters.
+    """Arrays after a step of SGD, lists in the order of the parameters.
 
-    ``momentums`` is empty without momentum, ``masters`` if none were given.
+    Attributes:
+        params: updated parameters, in their dtypes.
+        momentums: updated momentum buffers; empty without momentum.
+        masters: updated master weights; empty if none were given.
     """
 
     params: list[jax.Array]
@@ -76,7 +81,30 @@ def adam(
     inv_scale: jax.Array | None = None,
     found_inf: jax.Array | None = None,
 ) -> AdamStep:
-    """Steps AdamW (decoupled weight decay) or Adam (L2)."""
+    """Computes one AdamW or Adam step, as ``torch.optim`` does.
+
+    Args:
+        params: arrays in float32, float16 or bfloat16; not read if ``masters`` is given.
+        grads: arrays in params' shapes; each in any of the three dtypes.
+        exp_avgs, exp_avg_sqs: float32 arrays in params' shapes.
+        step: the number of this update, 1 for the first: a number, or one float32 or int32 element.
+        lr: learning rate: a number, or one float32 element.
+        betas: decay rates of ``exp_avgs`` and ``exp_avg_sqs``, each in [0, 1).
+        eps: added to the denominator.
+        weight_decay: coefficient of weight decay.
+        adamw: decay the weights directly (AdamW) instead of adding the decay to the gradient
+            (Adam).
+        bias_correction: divide the averages by 1 - beta**step.
+        maximize: maximise instead of minimise.
+        masters: master weights, float32, in params' shapes; params become these, rounded. None
+            updates params directly.
+        inv_scale: one float32 element, multiplies every gradient: 1 / loss scale.
+        found_inf: one float32 or int32 element; a value other than 0 skips the step.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or list length does not match, or an option is out of range.
+    """
     name = "multi_tensor_adam"
     columns = {"exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
     lists = _columns(name, params, grads, columns, masters)
@@ -106,7 +134,28 @@ def sgd(
     inv_scale: jax.Array | None = None,
     found_inf: jax.Array | None = None,
 ) -> SgdStep:
-    """Steps stochastic gradient descent."""
+    """Computes one step of stochastic gradient descent, as ``torch.optim.SGD`` does.
+
+    Args:
+        params: arrays in float32, float16 or bfloat16; not read if ``masters`` is given.
+        grads: arrays in params' shapes; each in any of the three dtypes.
+        momentums: momentum buffers, float32, in params' shapes; required if ``momentum`` is not 0.
+        lr: learning rate: a number, or one float32 element.
+        momentum: factor of the momentum buffers.
+        dampening: the gradient enters the momentum buffers with weight 1 - dampening.
+        weight_decay: L2 coefficient.
+        nesterov: use Nesterov momentum.
+        first_step: overwrite the momentum buffers with the gradient, without reading them.
+        maximize: maximise instead of minimise.
+        masters: master weights, float32, in params' shapes; params become these, rounded. None
+            updates params directly.
+        inv_scale: one float32 element, multiplies every gradient: 1 / loss scale.
+        found_inf: one float32 or int32 element; a value other than 0 skips the step.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or list length does not match, or an option is out of range.
+    """
     name = "multi_tensor_sgd"
     if momentum and not momentums and params:
         raise ValueError(f"{name}: momentums must have {len(params)} entries like params, got 0")
@@ -145,7 +194,26 @@ def lamb(
     inv_scale: jax.Array | None = None,
     found_inf: jax.Array | None = None,
 ) -> AdamStep:
-    """Steps LAMB (arXiv 1904.00962): Adam's update with a rate for each tensor."""
+    """Computes one LAMB step (arXiv 1904.00962): Adam with a trust ratio for each tensor.
+
+    A tensor's learning rate is lr * |param| / |update|. Exceptions: it is lr if one of these norms
+    is 0, and for all tensors if ``weight_decay`` is 0 and ``nvlamb`` is False.
+
+    Args:
+        params, grads, exp_avgs, exp_avg_sqs, step, lr, betas, eps, weight_decay, bias_correction,
+            masters, inv_scale, found_inf: as in ``adam``.
+        adamw: add weight decay to the update instead of the gradient.
+        grad_averaging: the gradient enters exp_avg with weight 1 - betas[0] instead of 1.
+        nvlamb: apply the trust ratio even if ``weight_decay`` is 0.
+        max_grad_norm: global norm to which the gradients, after ``inv_scale``, are clipped; 0 does
+            not clip.
+        grad_norm: global norm of ``grads`` before ``inv_scale``, one float32 element; None computes
+            it if needed.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or list length does not match, or an option is out of range.
+    """
     name = "multi_tensor_lamb"
     columns = {"exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
     lists = _columns(name, params, grads, columns, masters)
@@ -163,9 +231,10 @@ def lamb(
 
 
 def l2norm(tensors: _Arrays) -> jax.Array:
-    """Computes the L2 norm over all arrays, deterministically, as ``multi_tensor.l2norm`` does.
+    """Computes the L2 norm over all arrays as one float32 element, deterministically.
 
-    On a mesh every device computes the whole norm, one float32 element.
+    ``tensors`` are arrays of any shapes in float32, float16 or bfloat16. On a mesh every device
+    computes the whole norm.
     """
     name = "multi_tensor_l2norm"
     found = [

@@ -16,9 +16,13 @@ __all__ = ["MXQuantized", "mx_dequantize", "mx_quantize"]
 
 
 class MXQuantized(NamedTuple):
-    """MXFP8 data and scales as in ``apex_te.ops.mx_quantize.MXQuantized``, None if not asked for.
+    """MXFP8 data and scales of a matrix [rows, cols]; None for a copy that was not requested.
 
-    The columnwise copy is [cols, rows], the transpose.
+    Attributes:
+        rowwise: FP8 [rows, cols].
+        rowwise_scale: float8_e8m0fnu [rows, ceil(cols / 32)].
+        columnwise: FP8 [cols, rows], the transpose.
+        columnwise_scale: float8_e8m0fnu [cols, ceil(rows / 32)].
     """
 
     rowwise: jax.Array | None
@@ -39,7 +43,23 @@ def mx_quantize(
 ) -> MXQuantized:
     """Quantizes q = saturating_cast(float(x) / 2^e), with one e for each block of 32 elements.
 
-    ``flatten_axis`` is as in ``cast_transpose``.
+    A block is 32 elements of a row of x for the rowwise copy, and 32 elements of a column of x for
+    the columnwise copy; the last block may be shorter.
+
+    Args:
+        x: [rows, cols] float32, float16 or bfloat16.
+        fp8_dtype: float8_e4m3fn or float8_e5m2.
+        rowwise, columnwise: the copies to make: [rows, cols], and its transpose [cols, rows].
+        rounding: "up" takes the smallest 2^e that is at least amax / fp8_max, so that nothing
+            saturates; "floor" (OCP MX v1.0) takes floor(log2 amax) minus 8 for E4M3 or minus 15 for
+            E5M2 as e.
+        flatten_axis: index of the first dimension that counts as columns, for x with more than two
+            dimensions; None needs a matrix. The copies keep all dimensions; in the columnwise copy
+            those of the columns come first.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape does not match, ``rounding`` is not listed, or no copy is asked for.
     """
     name = "mx_quantize"
     dtype = _checks.fp8_dtype_of(name, fp8_dtype)
@@ -57,7 +77,20 @@ def mx_quantize(
 
 @checked
 def mx_dequantize(fp8_data: jax.Array, scale: jax.Array, *, dtype: Any = jnp.bfloat16) -> jax.Array:
-    """Computes the values of MXFP8 data, rounded to nearest even; exact within dtype's range."""
+    """Multiplies MXFP8 data by its scales, exactly within the normal range of ``dtype``.
+
+    Args:
+        fp8_data: [rows, cols] FP8, a rowwise or a columnwise copy.
+        scale: float8_e8m0fnu [rows, ceil(cols / 32)], of that copy.
+        dtype: float32, float16 or bfloat16.
+
+    Returns:
+        [rows, cols] in ``dtype``; of a columnwise copy, the transpose of the quantized matrix.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape does not match.
+    """
     name = "mx_dequantize"
     given = {"fp8_data": fp8_data, "scale": scale}
     dtypes = {"T": _checks.float_dtype_of(name, "out", dtype).name}

@@ -21,7 +21,12 @@ _OP = "qkv_cast"
 
 
 class QkvGradOutput(NamedTuple):
-    """FP8 data of a projection's output gradient."""
+    """FP8 data of a QKV projection's output gradient.
+
+    Attributes:
+        output: FP8 copies of the gradient, a matrix [tokens, features].
+        dbias: [features] in the gradient's dtype, its column sums; None if not requested.
+    """
 
     output: FP8Output
     dbias: jax.Array | None
@@ -38,9 +43,25 @@ def qkv_cast_weight(
     columnwise: bool = False,
     amax: jax.Array | None = None,
 ) -> FP8Output:
-    """Casts an interleaved weight as ``cast_transpose`` does, and sorts the rowwise copy's rows.
+    """Casts an interleaved QKV weight to FP8 and sorts the rowwise copy into queries, keys, values.
 
-    The columns may be sharded over devices.
+    Each element becomes saturating_cast(float(weight) * scale). The columns may be sharded over
+    devices.
+
+    Args:
+        weight: [groups * (repeats + 2) * size, cols] float32, float16 or bfloat16; size is the
+            number of rows of a head. Heads are ordered by group: query heads, key head, value head.
+        scale: one float32 element.
+        fp8_dtype: float8_e4m3fn or float8_e5m2; on a CPU also their fnuz forms.
+        repeats: number of query heads in a group.
+        groups: number of groups, each with one key head and one value head.
+        columnwise: also make the transpose, [cols, rows], whose columns keep the weight's order.
+        amax: one float32 element; the result's ``amax`` is then max(amax, max |weight|), before
+            scaling, where NaN counts as largest. None computes no amax.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape does not match.
     """
     name = "qkv_cast_weight"
     dtype = _checks.fp8_dtype_of(name, fp8_dtype, fnuz=True)
@@ -74,9 +95,28 @@ def qkv_cast_grad(
     amax: jax.Array | None = None,
     with_dbias: bool = False,
 ) -> QkvGradOutput:
-    """Joins the gradients of queries, keys and values and casts them as ``cast_transpose`` does.
+    """Casts the gradient of a QKV projection's output to FP8, from the gradients of its heads.
 
+    The copies equal those that ``cast_transpose`` makes of the joined matrix [tokens, features].
     Tokens may be sharded over devices.
+
+    Args:
+        queries: [..., repeats * groups, size] float32, float16 or bfloat16, with one or two leading
+            dimensions of tokens; None for a projection to keys and values.
+        keys, values: [..., groups, size] in the same dtype.
+        scale: one float32 element.
+        fp8_dtype: float8_e4m3fn or float8_e5m2; on a CPU also their fnuz forms.
+        interleaved: order the features by group (query heads, key head, value head). If False, the
+            order is all queries, all keys, all values.
+        rowwise, columnwise: the copies to make: [tokens, features], and its transpose [features,
+            tokens].
+        amax: one float32 element; the result's ``amax`` is then max(amax, max |gradient|), before
+            scaling, where NaN counts as largest. None computes no amax.
+        with_dbias: also return the column sums (deterministic).
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape does not match, or no copy is asked for.
     """
     name = "qkv_cast_grad"
     dtype = _checks.fp8_dtype_of(name, fp8_dtype, fnuz=True)

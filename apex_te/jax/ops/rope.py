@@ -40,8 +40,36 @@ def rope(
 ) -> jax.Array:
     """Rotates each pair (a, b) by its angle t to (a cos t - b sin t, b cos t + a sin t).
 
-    Differentiable with respect to x only. With ``starts`` or ``cu_seqlens`` a position outside the
-    table gives NaN. In layout "thd" a token outside all sequences is rotated by 0.
+    It is differentiable with respect to x only. The angle is ``freqs[position, pair]``. With
+    ``starts`` or ``cu_seqlens`` a position outside the table gives NaN. With "thd" a token that is
+    in no sequence is rotated by the angle 0.
+
+    Args:
+        x: float32, float16 or bfloat16 of shape [s, b, h, d] (sbhd), [b, s, h, d] (bshd) or [t, h,
+            d] (thd).
+        freqs: angles in radians, float32, float16 or bfloat16 [max_seq, c] or [max_seq, 1, 1, c].
+            If c is rotary_dim / 2, it has one column for each pair. If c is rotary_dim, it has one
+            for each element; both elements of a pair must have equal angles, and the first is read.
+        cos, sin: cosines and sines of the angles, in the shape of ``freqs``; give both instead of
+            ``freqs``.
+        layout: order of the dimensions of x: "sbhd", "bshd" or "thd".
+        interleaved: pair neighbours, (2i, 2i + 1), instead of (i, i + rotary_dim / 2).
+        rotary_dim: number of elements of a head that are rotated, even, at most d and 8192; None
+            stands for c. Other elements are copied.
+        start: position of each sequence's first token.
+        starts: int32 or int64 [batch], added to ``start`` for each sequence.
+        cu_seqlens: int32 [batch + 1], ascending, for "thd": sequence i is tokens cu_seqlens[i] to
+            cu_seqlens[i + 1] - 1.
+
+    Returns:
+        An array of x's shape and dtype.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or option does not match; both or neither of ``freqs`` and the pair
+            ``cos``, ``sin`` given; ``cu_seqlens`` missing for "thd" or given for another layout; or
+            the table has fewer positions than x.
+        NotImplementedError: ``rotary_dim`` is above 8192, or the angles require a gradient.
     """
     if layout not in _LAYOUTS:
         raise ValueError(f"rope: layout must be 'sbhd', 'bshd' or 'thd', got {layout!r}")

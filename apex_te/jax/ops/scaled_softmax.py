@@ -27,7 +27,23 @@ def scaled_softmax(
 ) -> jax.Array:
     """Computes softmax(scale * x) over the visible elements of the last dimension, 0 elsewhere.
 
-    Differentiable with respect to x; only the result is kept for backward.
+    A row without visible elements gives zeros. It is differentiable with respect to x; only the
+    result is kept for backward.
+
+    Args:
+        x: [B, H, Sq, Sk] or [N, Sq, Sk] float32, float16 or bfloat16.
+        scale: factor of x.
+        mask: bool, True = hidden, with as many dimensions as x, each of x's size or 1 (broadcast).
+            None hides nothing.
+        causal: "upper_left" hides column > row, and needs Sq == Sk; "bottom_right" hides column >
+            row + Sk - Sq; None hides nothing.
+
+    Returns:
+        An array of x's shape and dtype.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape does not match, or ``causal`` is not listed.
     """
     _causal_mode("scaled_softmax_fwd", causal)
     return _differentiable(float(scale), causal)(x, mask)
@@ -54,7 +70,12 @@ def _differentiable(scale: float, causal: str | None) -> Callable[..., Any]:
 def scaled_softmax_fwd(
     x: jax.Array, scale: float, mask: jax.Array | None = None, *, causal: str | None = None
 ) -> jax.Array:
-    """Computes ``scaled_softmax`` with the same arguments, but is not differentiable."""
+    """Computes ``scaled_softmax`` with the same arguments, but is not differentiable.
+
+    x is [B, H, Sq, Sk] or [N, Sq, Sk] float32, float16 or bfloat16, as is the result; ``mask`` and
+    ``causal`` are as in ``scaled_softmax``. Another dtype raises TypeError, another shape or option
+    ValueError.
+    """
     name = "scaled_softmax_fwd"
     mode = _causal_mode(name, causal)
     x = _scores(name, "x", x)
@@ -80,9 +101,22 @@ def _four(x: jax.Array) -> jax.Array:
 def scaled_softmax_bwd(
     dy: jax.Array, y: jax.Array, scale: float, *, causal: str | None = None
 ) -> jax.Array:
-    """Computes the gradient with respect to x from the output y: scale * y * (dy - sum(dy * y)).
+    """Computes the gradient of x from the output y: scale * y * (dy - sum(dy * y)).
 
     No mask is needed: an element with y = 0 has gradient 0 for any dy.
+
+    Args:
+        dy: gradient of the output, in y's shape and dtype.
+        y: output of ``scaled_softmax``, [B, H, Sq, Sk] or [N, Sq, Sk] float32, float16 or bfloat16.
+        scale: factor of x in the forward.
+        causal: "upper_left", "bottom_right" or None, as passed to ``scaled_softmax``.
+
+    Returns:
+        An array of y's shape and dtype.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape does not match, or ``causal`` is not listed.
     """
     name = "scaled_softmax_bwd"
     mode = _causal_mode(name, causal)

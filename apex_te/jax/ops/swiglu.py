@@ -23,7 +23,14 @@ __all__ = [
 
 
 class SwigluGrads(NamedTuple):
-    """Gradients of ``swiglu``."""
+    """Gradients of ``swiglu``.
+
+    Attributes:
+        input: gradient of ``input``, of its shape and dtype.
+        up: gradient of ``up``; None if ``up`` was not given.
+        dbias: gradients of the biases of gate and up, [2F], or [2, F] with axis -2; None if not
+            requested.
+    """
 
     input: jax.Array
     up: jax.Array | None
@@ -31,9 +38,13 @@ class SwigluGrads(NamedTuple):
 
 
 class SwigluFP8Grads(NamedTuple):
-    """Gradients of ``swiglu``: FP8 data of those of gate and up, [M, 2F], and ``dbias``.
+    """Gradients of ``swiglu``, those of gate and up in FP8.
 
-    With axis -2 the rowwise copy is [..., 2, F], the columnwise copy [2, F, ...].
+    Attributes:
+        output: FP8 data of the gradients of gate and up, one matrix [M, 2F] with the gate's first.
+            With axis -2 the rowwise copy is [..., 2, F], the columnwise copy [2, F, ...].
+        dbias: gradients of the biases of gate and up, [2F], or [2, F] with axis -2; None if not
+            requested.
     """
 
     output: FP8Output
@@ -52,8 +63,23 @@ def swiglu(
 ) -> jax.Array:
     """Computes the gated activation act(gate) * up in float32, differentiably.
 
-    With ``axis`` -2 gate and up are [..., 2, F], whose F can be sharded, and their bias is [2, F];
-    ``up`` and ``up_bias`` must be None.
+    Args:
+        input: float32, float16 or bfloat16: gate and up concatenated, gate first, [..., 2F]; with
+            ``up`` the gate alone, [..., F]; with ``axis`` -2 both as [..., 2, F].
+        up: [..., F] in the input's dtype, or None; must be None with ``axis`` -2.
+        bias, up_bias: added before the activation, in the input's dtype. Without ``up_bias``,
+            ``bias`` is [2F] for gate and up, or [2, F] with ``axis`` -2; with it, each is [F]. None
+            adds nothing.
+        activation: "silu" (SwiGLU), "gelu" (GeGLU, tanh form), "gelu_erf", "relu" (ReGLU),
+            "squared_relu", "sigmoid" (GLU), or a ``ClampedSwiglu``.
+        axis: -1, or -2 for gate and up as [..., 2, F], whose F can be sharded.
+
+    Returns:
+        [..., F] in the input's dtype.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape does not match, or ``activation`` or ``axis`` is not listed.
     """
     gate_arguments("swiglu_fwd", activation)
     return _differentiable(activation, axis)(input, up, bias, up_bias)
@@ -85,7 +111,21 @@ def swiglu_fwd(
     activation: str | ClampedSwiglu = "silu",
     axis: int = -1,
 ) -> jax.Array:
-    """Computes ``swiglu`` with the same arguments, but is not differentiable."""
+    """Computes ``swiglu`` with the same arguments, but is not differentiable.
+
+    Args:
+        input: float32, float16 or bfloat16: gate and up concatenated, gate first, [..., 2F]; with
+            ``up`` the gate alone, [..., F]; with ``axis`` -2 both as [..., 2, F].
+        up: [..., F] in the input's dtype, or None; must be None with ``axis`` -2.
+        bias, up_bias, activation, axis: as in ``swiglu``.
+
+    Returns:
+        [..., F] in the input's dtype.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape does not match, or ``activation`` or ``axis`` is not listed.
+    """
     given = gated_arrays("swiglu_fwd", activation, axis, input, up, bias, up_bias)
     return call_gated(given, {"out": "r f"})["out"].reshape(given.shape)
 
@@ -105,9 +145,23 @@ def swiglu_fwd_fp8(
     columnwise: bool = True,
     amax: jax.Array | None = None,
 ) -> FP8Output:
-    """Quantizes the float32 result y of ``swiglu``: q = saturating_cast(y * scale).
+    """Computes ``swiglu`` and quantizes its float32 result y: q = saturating_cast(y * scale).
 
-    With ``axis`` -2 the copies are [..., F] and [F, ...].
+    Args:
+        input: float32, float16 or bfloat16: gate and up concatenated, gate first, [..., 2F]; with
+            ``up`` the gate alone, [..., F]; with ``axis`` -2 both as [..., 2, F].
+        up: [..., F] in the input's dtype, or None; must be None with ``axis`` -2.
+        scale: one float32 element.
+        fp8_dtype: float8_e4m3fn or float8_e5m2.
+        bias, up_bias, activation, axis: as in ``swiglu``.
+        rowwise, columnwise: the copies to make: [M, F], and its transpose [F, M]; M is the product
+            of the leading dimensions. With ``axis`` -2 they are [..., F] and [F, ...].
+        amax: one float32 element; the result's ``amax`` is then max(amax, max |y|), before scaling,
+            where NaN counts as largest. None computes no amax.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or option does not match, or neither a copy nor an amax is asked for.
     """
     given = gated_arrays("swiglu_fwd_fp8", activation, axis, input, up, bias, up_bias, to_fp8=True)
     sides = {"rowwise": "r f" if rowwise else None, "columnwise": "f r" if columnwise else None}
@@ -126,7 +180,24 @@ def swiglu_bwd(
     axis: int = -1,
     with_dbias: bool = False,
 ) -> jax.Array | SwigluGrads:
-    """Computes the gradients of ``swiglu`` with respect to gate, up and biases."""
+    """Computes the gradients of ``swiglu`` with respect to gate, up and biases.
+
+    Args:
+        grad_output: [..., F], gradient of the output, in the input's dtype.
+        input: float32, float16 or bfloat16: gate and up concatenated, gate first, [..., 2F]; with
+            ``up`` the gate alone, [..., F]; with ``axis`` -2 both as [..., 2, F].
+        up: [..., F] in the input's dtype, or None; must be None with ``axis`` -2.
+        bias, up_bias, activation, axis: as passed to ``swiglu``.
+        with_dbias: also return the gradients of the biases, even without biases.
+
+    Returns:
+        A ``SwigluGrads``; but the gradient of ``input`` alone if ``up`` is None and ``with_dbias``
+        is False.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape does not match, or ``activation`` or ``axis`` is not listed.
+    """
     given = gated_arrays("swiglu_bwd", activation, axis, input, up, bias, up_bias, grad_output)
     made = _gradients(given, with_dbias)
     return made.input if up is None and not with_dbias else made
@@ -149,10 +220,28 @@ def swiglu_bwd_fp8(
     amax: jax.Array | None = None,
     with_dbias: bool = False,
 ) -> SwigluFP8Grads:
-    """Quantizes the float32 gradients of gate and up, concatenated to a matrix [M, 2F].
+    """Computes ``swiglu_bwd`` and quantizes the float32 gradients as one matrix [M, 2F].
 
-    The matrix has this form even if gate and up are given as two arrays. With ``axis`` -2 the
-    copies are [..., 2, F] and [2, F, ...].
+    The matrix has the gradient of the gate in its first F columns and that of up in its last F,
+    even if gate and up are two arrays. M is the product of the leading dimensions.
+
+    Args:
+        grad_output: [..., F], gradient of the output, in the input's dtype.
+        input: float32, float16 or bfloat16: gate and up concatenated, gate first, [..., 2F]; with
+            ``up`` the gate alone, [..., F]; with ``axis`` -2 both as [..., 2, F].
+        up: [..., F] in the input's dtype, or None; must be None with ``axis`` -2.
+        scale: one float32 element.
+        fp8_dtype: float8_e4m3fn or float8_e5m2.
+        bias, up_bias, activation, axis: as passed to ``swiglu``.
+        rowwise, columnwise: the copies to make: [M, 2F], and its transpose [2F, M]. With ``axis``
+            -2 they are [..., 2, F] and [2, F, ...].
+        amax: one float32 element; the result's ``amax`` is then max(amax, max |gradient|), before
+            scaling, where NaN counts as largest. None computes no amax.
+        with_dbias: also return the gradients of the biases, even without biases.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or option does not match, or neither a copy nor an amax is asked for.
     """
     given = gated_arrays(
         "swiglu_bwd_fp8", activation, axis, input, up, bias, up_bias, grad_output, to_fp8=True

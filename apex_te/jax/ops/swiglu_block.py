@@ -44,8 +44,26 @@ def swiglu_fwd_block(
     dtype. For float32 input the two ops run. Rows may be sharded over devices, and F, too, unless
     gate and up are concatenated to [..., 2F].
 
-    ``axis`` is as in ``swiglu``: with -2 the copies are [..., F] and [F, ...]. ``padded`` and
-    ``columnwise_block_rows`` are as in ``block_quantize``.
+    Args:
+        input: float32, float16 or bfloat16: gate and up concatenated, gate first, [..., 2F]; with
+            ``up`` the gate alone, [..., F]; with ``axis`` -2 both as [..., 2, F].
+        up: [..., F] in the input's dtype, or None; must be None with ``axis`` -2.
+        fp8_dtype: float8_e4m3fn or float8_e5m2.
+        bias, up_bias, activation, axis: as in ``swiglu``.
+        columnwise_block_rows: 1 or 128, rows of a block of the columnwise copy; rowwise blocks are
+            1x128.
+        rowwise, columnwise: the copies to make: [M, F], and its transpose [F, M]; M is the product
+            of the leading dimensions. With ``axis`` -2 they are [..., F] and [F, ...].
+        scales: "pow2" rounds scales down to powers of two, "fp32" does not, "server" divides by
+            amax / fp8_max, as vLLM's casts do. None is "pow2".
+        pow2: former form of ``scales``: True is "pow2", False "fp32".
+        eps: smallest amax of a block.
+        padded: give scale_inv the shape ``block_quantize.scale_shape``, else leave it unpadded, as
+            in ``block_quantize``.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or option does not match, or no copy is asked for.
     """
     name = "swiglu_fwd_block"
     given = gated_arrays(name, activation, axis, input, up, bias, up_bias, to_fp8=True)
@@ -83,13 +101,30 @@ def swiglu_bwd_block(
     eps: float = 0.0,
     padded: bool = True,
 ) -> BlockQuantized:
-    """Computes the gradients of gate and up as one matrix and casts it with ``block_quantize``.
+    """Computes ``swiglu_bwd`` and casts its gradients, one matrix [M, 2F], by ``block_quantize``.
 
-    One kernel does both, bitwise equal to ``swiglu_bwd`` and ``block_quantize``; these two run for
-    float32 input and if F is not a multiple of 128. The matrix is [M, 2F], even if gate and up are
-    given as two arrays; with axis -2 the copies are [..., 2, F] and [2, F, ...].
+    One kernel does both, bitwise equal to the two ops, which run for float32 input and if F is not
+    a multiple of 128. The matrix has the gate's gradient first, even if gate and up are two arrays.
 
-    ``axis`` and ``padded`` are as in ``swiglu_fwd_block``.
+    Args:
+        grad_output: [..., F], gradient of the output, in the input's dtype.
+        input: float32, float16 or bfloat16: gate and up concatenated, gate first, [..., 2F]; with
+            ``up`` the gate alone, [..., F]; with ``axis`` -2 both as [..., 2, F].
+        up: [..., F] in the input's dtype, or None; must be None with ``axis`` -2.
+        fp8_dtype: float8_e4m3fn or float8_e5m2.
+        bias, up_bias, activation, axis: as passed to ``swiglu``.
+        rowwise, columnwise: the copies to make: [M, 2F], and its transpose [2F, M]. With ``axis``
+            -2 they are [..., 2, F] and [2, F, ...].
+        scales: "pow2" rounds scales down to powers of two, "fp32" does not, "server" divides by
+            amax / fp8_max, as vLLM's casts do. None is "pow2".
+        pow2: former form of ``scales``: True is "pow2", False "fp32".
+        eps: smallest amax of a block.
+        padded: give scale_inv the shape ``block_quantize.scale_shape``, else leave it unpadded, as
+            in ``block_quantize``.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or option does not match, or no copy is asked for.
     """
     name = "swiglu_bwd_block"
     given = gated_arrays(name, activation, axis, input, up, bias, up_bias, grad_output, to_fp8=True)
