@@ -180,7 +180,7 @@ class Contract(NamedTuple):
 
 @functools.cache
 def parse(signature: str) -> Contract:
-    """Returns the contract that a header declares."""
+    """Returns the contract of a C function from its signature in a header."""
     body, *clauses = signature.partition("->")[0].split(";")
     params: dict[str, Param] = {}
     for text in filter(str.strip, body.split(",")):

@@ -17,10 +17,14 @@ ATTRIBUTE = "_apex_te_conversion"
 
 
 class Layer(NamedTuple):
-    """Layer that ``from_torch`` converted, or kept for ``reason`` (``after`` is then None).
+    """Layer that ``from_torch`` converted or kept.
 
-    ``reason`` of a converted layer tells what holds its weights, if they are a checkpoint's.
-    ``before`` is the name of its class or, for a joined layer, the names of its original layers.
+    Attributes:
+        name: dotted name of the layer in the model.
+        before: name of its class or, for a joined layer, the names of its original layers.
+        after: name of the class that replaced it; None if it was kept.
+        reason: why it was kept; for a converted layer with a checkpoint's weights, how these are
+            held, else None.
     """
 
     name: str
@@ -108,7 +112,7 @@ class ConversionSummary:
 
 
 def grouped(names: Iterable[str]) -> list[str]:
-    """Returns each name once, with ``*`` for numbers, and with its count if that is not 1."""
+    """Returns names that differ only in their numbers once, with ``*`` for the numbers and a count."""
     counts: dict[str, list[str]] = {}
     for name in names:
         counts.setdefault(numbered(name), []).append(name)

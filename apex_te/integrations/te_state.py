@@ -49,10 +49,12 @@ class TEStateError(ValueError):
 class TEState(NamedTuple):
     """Delayed-scaling state of one module of TransformerEngine, fp32 on the CPU.
 
-    Scales are ``[slots]``, histories ``[length, slots]``. Row 0 of a history has the amax values
-    recorded for the next update. Saved amax values of Inf or NaN are 0. If ``pending``, scales must
-    still be updated from these amax values before the next forward, as in releases with a global
-    buffer of amax values.
+    Attributes:
+        scale_fwd, scale_bwd: ``[slots]``.
+        amax_history_fwd, amax_history_bwd: ``[length, slots]``. Row 0 has the amax values recorded
+            for the next update. Saved values of Inf or NaN are 0.
+        pending: True if scales must still be updated from these amax values before the next
+            forward, as in releases with a global buffer of amax values.
     """
 
     scale_fwd: torch.Tensor

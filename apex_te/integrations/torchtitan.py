@@ -49,7 +49,7 @@ class FP8Linear(Linear, Module):
         self.recipe = make_recipe(config.recipe_name)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        """Applies the layer in FP8."""
+        """Applies the layer in FP8 to ``input`` [..., in_features]; returns [..., out_features]."""
         with fp8_autocast(enabled=True, fp8_recipe=self.recipe):
             out = super().forward(input)
         assert isinstance(out, torch.Tensor)

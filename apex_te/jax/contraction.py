@@ -95,7 +95,17 @@ def dot_general(
     dimension_numbers: Any,
     state: Mapping[str, jax.Array] | None = None,
 ) -> jax.Array:
-    """Computes ``jax.lax.dot_general`` of two arrays, in FP8 and with state as ``einsum`` does."""
+    """Computes ``jax.lax.dot_general`` of two arrays, in FP8 in an enabled region.
+
+    Args:
+        x: an array, cast as a layer's input; float32, float16 or bfloat16.
+        kernel: another one in x's dtype, cast as a weight.
+        dimension_numbers: ``((x's, kernel's contracted), (x's, kernel's batch dimensions))``.
+        state: as in ``dense``.
+
+    Returns:
+        The result in x's dtype, with the dimensions in the order of ``jax.lax.dot_general``.
+    """
     (left, right), (left_batch, right_batch) = dimension_numbers
     rows = [i for i in range(x.ndim) if i not in (*left, *left_batch)]
     columns = [i for i in range(kernel.ndim) if i not in (*right, *right_batch)]

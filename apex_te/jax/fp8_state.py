@@ -29,7 +29,10 @@ TENSORS = (
 
 
 def initial(recipe: DelayedScaling, gemms: int = 1) -> dict[str, jax.Array]:
-    """Returns the state of ``gemms`` GEMMs with a weight before the first step: scales 1."""
+    """Returns the FP8 state of ``gemms`` GEMMs before the first step, by name.
+
+    Scales are ones and amax histories zeros.
+    """
     state = {}
     for way, slots in SLOTS.items():
         count = slots * gemms

@@ -55,7 +55,13 @@ class FusedCast:
 
 
 class Norm(NamedTuple):
-    """Options of the norm before a layer; ``op`` is "rms_norm" or "layer_norm"."""
+    """Options of the norm before a layer.
+
+    Attributes:
+        op: "rms_norm" or "layer_norm".
+        epsilon: added to the variance or mean square.
+        zero_centered_gamma: gamma is 1 + weight instead of weight.
+    """
 
     op: str
     epsilon: float

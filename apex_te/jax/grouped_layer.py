@@ -22,7 +22,11 @@ _SLOTS = {"input": ("fwd", 0), "weight": ("fwd", 1), "grad": ("bwd", 0)}
 
 @jax.custom_vjp
 def linear(x: Any, kernel: Any, bias: Any, groups: Groups) -> Any:
-    """Computes ``x @ kernel[g] + bias[g]`` for the rows of each group in x's dtype."""
+    """Computes ``x @ kernel[g] + bias[g]`` for the rows of each group g, differentiably.
+
+    ``x`` is [rows, in], ``kernel`` [groups, in, out], ``bias`` [groups, out] or None. The result is
+    [rows, out] in x's dtype, with zeros after the last group.
+    """
     y = grouped_gemm.multiply_groups(x, kernel.swapaxes(1, 2), groups)
     return grouped_quantize.finish_rows(y, groups, bias)
 

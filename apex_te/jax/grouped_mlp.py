@@ -23,9 +23,13 @@ from .region import active_recipe
 
 
 class Experts(NamedTuple):
-    """Parameters of experts: wi [experts, in, 2F] with the gates first, wo [experts, F, out].
+    """Parameters of experts.
 
-    Biases are wi_bias [experts, 2F] and wo_bias [experts, out], or None.
+    Attributes:
+        wi: [experts, in, 2F], the gates first.
+        wo: [experts, F, out].
+        wi_bias: [experts, 2F] or None.
+        wo_bias: [experts, out] or None.
     """
 
     wi: jax.Array

@@ -70,9 +70,7 @@ class Product:
     def state_gradient(
         self, part: Mapping[str, Any] | None, before: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Returns the gradient with respect to a module's state ``before``: the state after the
-        step.
-        """
+        """Returns the state after the step as the gradient of a module's state ``before``."""
         return {} if part is None else fp8_state.cotangent(part, self._gemm, before)
 
     def forward(

@@ -123,6 +123,6 @@ class _Loader:
 
 
 def find(name: str) -> ModuleSpec | None:
-    """Returns an import spec for the former full name of a module; None for all other names."""
+    """Returns an import spec for the former full name of a module; None for any other name."""
     is_former = name.startswith(_PACKAGE) and name[len(_PACKAGE) :] in _NOW
     return ModuleSpec(name, _Loader()) if is_former else None  # type: ignore[arg-type]

@@ -116,9 +116,13 @@ def split_model(
 
 
 class Split(NamedTuple):
-    """Division of a parameter over a ``tp_group``: in ``dim``, each of its ``matrices`` by itself.
+    """Division of a parameter over a ``tp_group``.
 
-    ``matrices`` are the relative sizes in ``dim`` of what follows one another there.
+    Attributes:
+        dim: the dimension that is divided.
+        matrices: relative sizes of the matrices that are concatenated in ``dim``, each divided by
+            itself.
+        group: the process group.
     """
 
     dim: int
@@ -131,7 +135,7 @@ class Split(NamedTuple):
         return world_size(self.group)
 
     def parts(self, length: int, rank: int) -> Parts:
-        """Returns the place of a rank's part, whose size in ``dim`` is ``length``."""
+        """Returns the slices of ``dim`` that ``rank`` holds; ``length`` is the size of its part."""
         return parts_of(self.dim, length, rank, self.ranks, self.matrices)
 
 

@@ -30,7 +30,7 @@ def quantizers_of(recipe: Recipe, device: torch.device) -> GemmQuantizers:
 
 
 def values(recipe: Recipe, held: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns the values of a stored weight or stack, decoded from its rowwise copy."""
+    """Returns a stored weight or stack as ``dtype``, decoded from its rowwise copy."""
     fp8_data = held.rowwise
     assert fp8_data is not None
     if fp8_data.device.type == "meta":

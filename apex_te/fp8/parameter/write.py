@@ -87,7 +87,9 @@ def _write_shards(items: list[tuple[HeldWeight, torch.Tensor]], groups: tuple[An
 
 
 def store(weight: HeldWeight, new: QuantizedTensor, changes: torch.Tensor | None = None) -> None:
-    """Copies a rowwise copy of new values to the data in place, where ``changes`` is not 0."""
+    """Copies new rowwise FP8 data and scales into a weight, only where ``changes``, if given, is
+    not 0.
+    """
     held: QuantizedTensor = weight._held
     if new is held:
         return

@@ -45,7 +45,14 @@ class Stored(NamedTuple):
 
 
 class Checkpoint(NamedTuple):
-    """FP8 weights of a checkpoint by their keys, and the configuration that describes them."""
+    """FP8 weights of a checkpoint, and the configuration that describes them.
+
+    Attributes:
+        method: name of the quantization method in the configuration.
+        config: the configuration.
+        static: True if inputs have scales of their own in the checkpoint.
+        weights: the weights by their keys.
+    """
 
     method: str
     config: Mapping[str, Any]

@@ -97,10 +97,11 @@ def may_regroup(recipe: Recipe, held: Held) -> bool:
 
 
 def padded(codes: torch.Tensor, parts: int) -> torch.Tensor:
-    """Returns codes ``[experts, rows, cols]`` in which each of ``parts`` of the rows fills blocks.
+    """Returns codes ``[experts, rows, cols]`` with zero rows after each of ``parts`` equal parts.
 
-    A gate and an up projection that end inside a block get further features, which are zeros and
-    stay so in training.
+    Each part, such as a gate and an up projection, then has a multiple of 128 rows, so that no
+    scaling block has rows of two parts. The added features stay zero in training. Codes that need
+    no rows, or have one part, are returned unchanged.
     """
     missing = -(codes.shape[-2] // parts) % BLOCK
     if parts == 1 or not missing:
@@ -110,7 +111,7 @@ def padded(codes: torch.Tensor, parts: int) -> torch.Tensor:
 
 
 def unpadded(codes: torch.Tensor, shape: tuple[int, ...], parts: int) -> torch.Tensor:
-    """Returns the codes ``shape`` that ``padded`` and ``pad_down_proj`` took."""
+    """Returns the codes of shape ``shape`` from which ``padded`` and ``pad_down_proj`` made these."""
     if codes.shape == shape:
         return codes
     split = codes.view(torch.uint8).unflatten(-2, (parts, -1))
@@ -176,7 +177,14 @@ def _matrices(
 
 
 def decoded(codes: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """Returns codes times the scales of their blocks, float32 ``[rows, cols]``."""
+    """Returns codes times the scales of their blocks, float32 ``[rows, cols]``.
+
+    Args:
+        codes: FP8 ``[rows, cols]``.
+        scale: float32 ``[ceil(rows / block[0]), ceil(cols / block[1])]``; or one that broadcasts,
+            where ``block`` is 0 or 1.
+        block: rows and columns that share a scale.
+    """
     for dim, size in enumerate(block):
         if size > 1:
             scale = scale.repeat_interleave(size, dim).narrow(dim, 0, codes.shape[dim])

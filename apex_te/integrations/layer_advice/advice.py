@@ -246,13 +246,13 @@ class Advice:
         return text
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draws times and SQNR of the layers that ran into the file ``path``.
+        """Plots times and SQNR of the measured layers, and writes the plot to the file ``path``.
 
         The file's extension chooses the format (png, svg, pdf).
 
         Raises:
             ImportError: matplotlib is missing.
-            ValueError: no layer ran.
+            ValueError: no layer was measured.
         """
         _draw(self.layers, f"{self.recipe} on {self.device}", path)
 

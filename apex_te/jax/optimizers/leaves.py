@@ -42,9 +42,7 @@ def master_weights_of(params: Any, wanted: bool) -> Any:
 
 
 def number(name: str, option: str, value: Any, below: float | None = None) -> float:
-    """Returns an option as a float; it must be a number of at least 0 and below ``below``, if
-    given.
-    """
+    """Returns an option as a float, which must be at least 0 and, if given, below ``below``."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(
             f"{name}: {option} must be a number, static_args of optax.inject_hyperparams, got"

@@ -86,7 +86,7 @@ class GroupQuantizer:
 
 
 class Delayed(GroupQuantizer):
-    """Quantizer with a scale for each group from earlier steps; notes the amax values."""
+    """Quantizer with a scale for each group from earlier steps; records amax values."""
 
     keeps_state = True
 

@@ -75,7 +75,10 @@ _BOTTOM_RIGHT = Visibility("bottom_right")
 
 
 def mask_type(owner: str, name: str, argument: str = "attn_mask_type") -> MaskType:
-    """Returns the mask type called ``name``."""
+    """Returns the mask type called ``name``.
+
+    Raises TypeError or ValueError, which name ``owner`` and ``argument``, if there is none.
+    """
     if not isinstance(name, str):
         raise TypeError(f"{owner}: {argument} must be a string, got {type(name).__name__}")
     found = MASK_TYPES.get(name)

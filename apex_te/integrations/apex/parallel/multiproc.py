@@ -14,7 +14,11 @@ import torch
 
 
 def main(arguments: list[str]) -> int:
-    """Runs a script on all ranks; returns the first exit status that is not 0, or 0."""
+    """Runs a script once for each GPU; returns the first exit status that is not 0, or 0.
+
+    ``arguments`` are the script's path and its arguments, to which ``--world-size`` (default: the
+    number of GPUs) and ``--rank`` are added.
+    """
     arguments = list(arguments)
     if "--world-size" in arguments:
         size = int(arguments[arguments.index("--world-size") + 1])

@@ -264,7 +264,7 @@ class quantized_model_init(_model_init.fp8_model_init):
 
 @named(_MODULE)
 class fp8_model_init(quantized_model_init):
-    """Has modules made inside hold their GEMM weights in FP8 only; ``quantized_model_init``."""
+    """Context manager that constructs modules with FP8 weights; ``quantized_model_init``."""
 
     __slots__ = ()
 

@@ -40,7 +40,7 @@ def split_columns(x: torch.Tensor) -> torch.Tensor:
 
 
 def gather_columns(x: torch.Tensor) -> torch.Tensor:
-    """Returns the columns of all ranks, by rank."""
+    """Returns the columns of all tensor-parallel ranks, concatenated in order of rank."""
     if _ranks() == 1:
         return x
     return torch.cat(all_gather_rows(x[None], _group()).wait().unbind(), -1)
@@ -59,7 +59,7 @@ def split_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def gather_rows(x: torch.Tensor) -> torch.Tensor:
-    """Returns the rows of all ranks, by rank."""
+    """Returns the rows of all tensor-parallel ranks, concatenated in order of rank."""
     return x if _ranks() == 1 else all_gather_rows(x, _group()).wait()
 
 
