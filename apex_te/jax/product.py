@@ -52,7 +52,8 @@ class Product:
     """Dense layer x @ kernel + bias without a gradient rule; contracts the last dimension of x.
 
     In the methods, ``part`` is the FP8 state of GEMM number ``gemm`` of a module, as ``entered``
-    returns it; None for a recipe without state.
+    returns it; None for a recipe without state. ``for_dx`` and ``for_dkernel`` make the copies from
+    which the gradients of x and of the kernel are computed.
     """
 
     def __init__(self, recipe: Recipe, gemm: int) -> None:
@@ -70,7 +71,10 @@ class Product:
     def state_gradient(
         self, part: Mapping[str, Any] | None, before: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Returns the state after the step as the gradient of a module's state ``before``."""
+        """Returns what a gradient rule gives for a module's state: the state after the step.
+
+        ``part`` has the amax values recorded in the step, ``before`` is the state before it.
+        """
         return {} if part is None else fp8_state.cotangent(part, self._gemm, before)
 
     def forward(
@@ -85,8 +89,11 @@ class Product:
     ) -> tuple[jax.Array, Quantized, Quantized]:
         """Returns the output [..., out...] in the kernel's dtype, and the casts of x and kernel.
 
-        ``x`` [..., in] may be the op that computes it. ``for_dx`` and ``for_dkernel`` make the
-        copies that the gradients of x and of the kernel need.
+        Args:
+            x: [..., in], or the op that computes it.
+            kernel: [in, out...].
+            bias: [out...] or None.
+            part, for_dx, for_dkernel: see the class.
         """
         qx = self._cast(
             x, "input", -1, self._scale(part, "fwd", _INPUT), rowwise=True, columnwise=for_dkernel
@@ -115,10 +122,14 @@ class Product:
         for_dkernel: bool,
         with_dbias: bool,
     ) -> tuple[Quantized, dict[str, Any] | None]:
-        """Returns the cast of the output's gradient, and ``part`` with its amax recorded.
+        """Casts the output's gradient; returns the cast, and ``part`` with its amax recorded.
 
-        ``dy`` [..., out...] may be the op that computes it, which has its own ``with_dbias``;
-        ``columns`` is the number of dimensions of "out".
+        Args:
+            dy: [..., out...], or the op that computes it.
+            columns: number of dimensions of "out".
+            part, for_dx, for_dkernel: see the class.
+            with_dbias: also sum the columns; not read if ``dy`` is an op, which decides this
+                itself.
         """
         options = {} if isinstance(dy, FusedCast) else {"with_dbias": with_dbias}
         qdy = self._cast(
@@ -128,13 +139,21 @@ class Product:
         return qdy, self._staged(part, "bwd", qdy.amax)
 
     def input_gradient(self, qdy: Quantized, kernel: Any, columns: int, dtype: Any) -> jax.Array:
-        """Computes dy @ kernel.T; ``columns`` is the number of dimensions of "out"."""
+        """Computes dy @ kernel.T in ``dtype``.
+
+        ``kernel`` is the pair (FP8 data, scales) of its rowwise copy; ``columns`` is the number of
+        dimensions of "out".
+        """
         return self._quantizer.multiply(
             "dgrad", rows_of(qdy), kernel, out_dtype=dtype, bias=None, inner=columns
         )
 
     def kernel_gradient(self, x: Any, qdy: Quantized, rows: int, dtype: Any) -> jax.Array:
-        """Computes x.T @ dy; ``rows`` is the number of dimensions before "out" in dy."""
+        """Computes x.T @ dy in ``dtype``.
+
+        ``x`` is the pair (FP8 data, scales) of its columnwise copy; ``rows`` is the number of
+        dimensions before "out" in dy.
+        """
         return self._quantizer.multiply(
             "wgrad", x, columns_of(qdy), out_dtype=dtype, bias=None, inner=rows
         )

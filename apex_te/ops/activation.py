@@ -165,7 +165,14 @@ def activation_bwd_fp8(
         x: [..., cols] float32, float16 or bfloat16; rows is the product of all dimensions but the
             last.
         scale: one float32 element on x's device.
-        kind, fp8_dtype, rowwise, columnwise, pad_columnwise, out: as in ``activation_fwd_fp8``.
+        kind: as passed to ``activation``.
+        fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
+        rowwise: make the rowwise copy, [rows, cols].
+        columnwise: make the columnwise copy, the transpose [cols, rows].
+        pad_columnwise: pad the columnwise copy to [cols, rows rounded up to 16]; the added columns
+            are zeros.
+        out: result of an earlier call, whose tensors are overwritten. ``rowwise``, ``columnwise``
+            and ``pad_columnwise`` are then ignored.
         amax: one float32 element, becomes max(amax, max |gradient|), before scaling; NaN counts as
             largest. None computes no amax.
 

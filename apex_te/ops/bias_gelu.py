@@ -217,7 +217,14 @@ def bias_gelu_bwd_fp8(
             last.
         bias: [cols] in x's dtype, or None.
         scale: one float32 element on x's device.
-        fp8_dtype, form, rowwise, columnwise, pad_columnwise, out: as in ``bias_gelu_fwd_fp8``.
+        form: "tanh" or "erf", as passed to ``bias_gelu``.
+        fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
+        rowwise: make the rowwise copy, [rows, cols].
+        columnwise: make the columnwise copy, the transpose [cols, rows].
+        pad_columnwise: pad the columnwise copy to [cols, rows rounded up to 16]; the added columns
+            are zeros.
+        out: result of an earlier call, whose tensors are overwritten. ``rowwise``, ``columnwise``
+            and ``pad_columnwise`` are then ignored.
         with_dbias: also return the gradient of the bias.
         amax: one float32 element, becomes max(amax, max |gradient of x|), before scaling; NaN
             counts as largest. None computes no amax.

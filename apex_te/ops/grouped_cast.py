@@ -202,7 +202,14 @@ def block_quantize_source(
         groups: row ranges of the groups.
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         columnwise_block_rows: 1 or 128, rows of a block of the columnwise copy.
-        rowwise, columnwise, scales, pow2, eps: as in ``grouped_quantize.block_quantize_groups``.
+        rowwise: make the rowwise copy, [rows, cols]; rows after the last group have undefined
+            values.
+        columnwise: make the columnwise copy, [cols, groups.columns], in which each group begins at
+            a multiple of 16 columns.
+        scales: "pow2" rounds scales down to powers of two, "fp32" does not, "server" divides by
+            amax / fp8_max, as vLLM's casts do. None is "pow2".
+        pow2: former form of ``scales``: True is "pow2", False "fp32".
+        eps: smallest amax of a block.
         factor_grad, bias_grad: as in ``quantize_source``.
 
     Returns:

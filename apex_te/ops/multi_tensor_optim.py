@@ -289,8 +289,18 @@ def lamb(
             read.
         grads: tensors in params' shapes; each in any of the three dtypes.
         exp_avgs, exp_avg_sqs: float32 tensors in params' shapes, updated.
-        step, lr, betas, eps, weight_decay, bias_correction, masters, inv_scale, found_inf,
-            unscale_grads: as in ``adam``.
+        step: the number of this update, 1 for the first: a Python number, or one float32 or int32
+            element on the device.
+        lr: learning rate: a Python number, or one float32 element on the device.
+        betas: decay rates of ``exp_avgs`` and ``exp_avg_sqs``, each in [0, 1).
+        eps: added to the denominator.
+        weight_decay: coefficient of weight decay.
+        bias_correction: divide the averages by 1 - beta**step.
+        masters: master weights as in ``adam``; None updates ``params`` directly.
+        inv_scale: one float32 element, multiplies every gradient: 1 / loss scale.
+        found_inf: one float32 or int32 element; a value other than 0 skips the step.
+        unscale_grads: also overwrite the gradients with the unscaled gradients, if ``inv_scale`` is
+            given and the step is not skipped.
         adamw: add weight decay to the update instead of the gradient.
         grad_averaging: the gradient enters exp_avg with weight 1 - betas[0] instead of 1.
         nvlamb: apply the trust ratio |param| / |update| even if ``weight_decay`` is 0.

@@ -197,8 +197,15 @@ def rms_norm_again_fp8(
             x, or x + residual with a residual.
         weight: [cols] in x's dtype or float32, or None, as in the forward.
         rstd: [rows] float32, from the forward.
-        scale, fp8_dtype, rowwise, columnwise, pad_columnwise, amax, zero_centered_gamma: as in
-            ``rms_norm_fwd_fp8``.
+        scale: one float32 element on x's device.
+        fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
+        rowwise: make the rowwise copy, [rows, cols].
+        columnwise: make the columnwise copy, the transpose [cols, rows].
+        pad_columnwise: pad the columnwise copy to [cols, rows rounded up to 16]; the added columns
+            are zeros.
+        amax: one float32 element, becomes max(amax, max |y|), before scaling; NaN counts as
+            largest. None computes no amax.
+        zero_centered_gamma: gamma is 1 + weight instead of weight.
 
     Returns:
         FP8 copies of y, [rows, cols].

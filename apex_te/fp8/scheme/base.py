@@ -384,12 +384,13 @@ class Quantizer:
     def sort_heads(
         self, quantized: QuantizedTensor, repeats: int, groups: int
     ) -> QuantizedTensor | None:
-        """Sorts a weight that was quantized in its own order, as ``quantize_heads`` does.
+        """Sorts the rowwise copy of a QKV weight by kind: queries, then keys, then values.
 
         Args:
-            quantized: copies of the weight, as ``quantize`` makes them.
-            repeats, groups: number of query heads in a group, and of groups, as in
-                ``quantize_heads``.
+            quantized: copies of the weight in its own order, group by group, as ``quantize`` makes
+                them.
+            repeats: number of query heads in a group.
+            groups: number of groups.
 
         Returns:
             The copies, with an unchanged columnwise one; None if the rows cannot be sorted.

@@ -75,8 +75,8 @@ def block_quantize(
         x: [rows, cols] float32, float16 or bfloat16.
         fp8_dtype: float8_e4m3fn or float8_e5m2.
         block_rows: 1 (blocks of 1x128) or 128 (128x128).
-        columnwise_block_rows: the same of the columnwise copy: ``block_rows``, which None stands
-            for, or 128.
+        columnwise_block_rows: the same for the columnwise copy, ``block_rows`` or 128. None is
+            ``block_rows``.
         rowwise, columnwise: the copies to make: [rows, cols], and its transpose [cols, rows].
         scales: "pow2" rounds scales down to powers of two, "fp32" does not, "server" divides by
             amax / fp8_max, as vLLM's casts do. None is "pow2".

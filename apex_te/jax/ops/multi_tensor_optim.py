@@ -200,8 +200,19 @@ def lamb(
     is 0, and for all tensors if ``weight_decay`` is 0 and ``nvlamb`` is False.
 
     Args:
-        params, grads, exp_avgs, exp_avg_sqs, step, lr, betas, eps, weight_decay, bias_correction,
-            masters, inv_scale, found_inf: as in ``adam``.
+        params: arrays in float32, float16 or bfloat16; not read if ``masters`` is given.
+        grads: arrays in params' shapes; each in any of the three dtypes.
+        exp_avgs, exp_avg_sqs: float32 arrays in params' shapes.
+        step: the number of this update, 1 for the first: a number, or one float32 or int32 element.
+        lr: learning rate: a number, or one float32 element.
+        betas: decay rates of ``exp_avgs`` and ``exp_avg_sqs``, each in [0, 1).
+        eps: added to the denominator.
+        weight_decay: coefficient of weight decay.
+        bias_correction: divide the averages by 1 - beta**step.
+        masters: master weights, float32, in params' shapes; params become these, rounded. None
+            updates params directly.
+        inv_scale: one float32 element, multiplies every gradient: 1 / loss scale.
+        found_inf: one float32 or int32 element; a value other than 0 skips the step.
         adamw: add weight decay to the update instead of the gradient.
         grad_averaging: the gradient enters exp_avg with weight 1 - betas[0] instead of 1.
         nvlamb: apply the trust ratio even if ``weight_decay`` is 0.

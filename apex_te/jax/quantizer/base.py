@@ -15,11 +15,15 @@ from ..ops.fp8_output import sides
 
 
 class Quantized(NamedTuple):
-    """FP8 data of an array as a matrix [rows, cols]; a field that was not asked for is None.
+    """FP8 data of an array as a matrix [rows, cols]; None for a field that was not requested.
 
-    Rows and columns may stand for several dimensions each; ``columnwise`` is the transpose.
-    ``amax`` is one float32 element, None for schemes without state. ``dbias`` [cols] in the
-    matrix's dtype are the sums of its columns.
+    Rows and columns may stand for several dimensions each.
+
+    Attributes:
+        rowwise, rowwise_scale_inv: the matrix and its scales, in the scheme's layout.
+        columnwise, columnwise_scale_inv: its transpose, and the scales of that.
+        amax: one float32 element; None for schemes without state.
+        dbias: [cols] in the matrix's dtype, its column sums.
     """
 
     rowwise: jax.Array | None
@@ -30,7 +34,7 @@ class Quantized(NamedTuple):
     dbias: jax.Array | None
 
     def named(self) -> Quantized:
-        """Returns the same with a name of all but ``dbias`` for policies of checkpoints."""
+        """Returns the same arrays, all but ``dbias`` named for ``jax.checkpoint`` policies."""
         fields = {key: named(FP8_CAST_NAME, x) for key, x in self._asdict().items()}
         return Quantized(**{**fields, "dbias": self.dbias})
 
@@ -61,10 +65,15 @@ class Quantizer:
         with_dbias: bool = False,
         **wanted: Any,
     ) -> Quantized:
-        """Casts an array [rows..., cols...] as a matrix, for ``role`` "input", "weight" or "grad".
+        """Casts an array [rows..., cols...] as a matrix.
 
-        ``scale`` is one float32 element for schemes that keep state, else None; ``wanted`` are
-        ``rowwise``, ``columnwise``, and ``flatten_axis``, the first of the columns.
+        Args:
+            x: the array.
+            role: "input", "weight" or "grad".
+            scale: one float32 element for schemes that keep state, else None.
+            with_dbias: also sum the columns.
+            wanted: ``rowwise`` and ``columnwise``, the copies to make, and ``flatten_axis``, the
+                first dimension of columns.
         """
         made = self._cast(x, role, scale, **wanted)
         if not with_dbias:
@@ -89,7 +98,8 @@ class Quantizer:
     ) -> jax.Array:  # fmt: skip
         """Computes a[M..., K...] @ b[N..., K...].T + bias, for "fprop", "dgrad" or "wgrad".
 
-        ``options`` are ``out_dtype``, ``bias`` [N...] or None, and ``inner``, the dimensions of K.
+        ``a`` and ``b`` are pairs (FP8 data, scales). ``options`` are ``out_dtype``, ``bias`` [N...]
+        or None, and ``inner``, the number of dimensions of K.
         """
         out = self._multiply(product, a[0], b[0], a[1], b[1], **options)
         return checkpoint_name(out, FP8_PRODUCT_NAME) if product == "fprop" else out
