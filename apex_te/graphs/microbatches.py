@@ -108,7 +108,7 @@ class Schedule:
         self._rounds: dict[int, int] = {}  # of the last forward of each capture
 
     def check(self, capture: Capture, is_backward: bool) -> None:
-        """Notes that a replay is about to start; raises RuntimeError if it is out of order."""
+        """Records that a replay is about to start; raises RuntimeError if it is out of order."""
         place = self._places[id(capture), is_backward]
         if not is_backward:
             self._round += place <= self._last

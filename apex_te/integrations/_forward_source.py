@@ -127,7 +127,7 @@ class _Run:
         return Value([(id(self.module), node)])
 
     def read(self, value: Value) -> None:
-        """Notes a use that is not a call of a leaf."""
+        """Records a use that is not a call of a leaf."""
         for one in value.all_ids():
             self.flow.readers.setdefault(one, type(self.module).__name__)
         for one in (value, *(value.items or ())):
@@ -248,7 +248,7 @@ class _Run:
                 self.flow.changed.update(self.value(target.value, env).all_ids())
 
     def skip(self, node: ast.AST) -> None:
-        """Notes the calls in source that does not run."""
+        """Records the calls in source that does not run."""
         self.flow.visited.update(ast.walk(node))
 
     # Expressions

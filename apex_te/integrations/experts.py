@@ -196,7 +196,7 @@ def _registered_forward(
 
 
 def hold_upright(experts: Any) -> None:
-    """Notes that weights which the class has transposed are ``[experts, out, in]`` by now."""
+    """Records that weights which the class has transposed are ``[experts, out, in]`` by now."""
     experts.is_transposed = False
     experts._apex_te_upright = True
 

@@ -324,7 +324,7 @@ class _NormApart(_Joined, NormedModule):
         return own["weight"], own.get("bias")
 
     def use_norm(self, norm: Any) -> None:
-        """Has the layer apply ``norm`` of its block, which from then on passes its input on."""
+        """Makes the layer apply ``norm`` of its block, which from then on passes its input on."""
         del self._parameters["layer_norm_weight"], self._parameters["layer_norm_bias"]
         norm.__class__ = derived(JoinedNorm, type(norm), f"Joined{type(norm).__name__}")
         vars(self)["norm"] = norm
@@ -552,7 +552,7 @@ def _without_parameters(module: nn.Module) -> nn.Module:
 
 
 def _remember(module: nn.Module, original: Original | None) -> None:
-    """Notes the layer that ``module`` replaces, by which it is initialised; None without one."""
+    """Records the layer that ``module`` replaces, by which it is initialised; None without one."""
     vars(module)[ORIGINAL] = original
     flagged = "_is_hf_initialized"  # transformers' mark of layers that are not to be initialised
     inner = [] if original is None else [original.module.get_submodule(n) for n in original.views]

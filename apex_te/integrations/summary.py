@@ -112,7 +112,7 @@ class ConversionSummary:
 
 
 def grouped(names: Iterable[str]) -> list[str]:
-    """Returns names that differ only in their numbers once, with ``*`` for the numbers and a count."""
+    """Returns names with ``*`` for their numbers, each once, and with a count if it is not 1."""
     counts: dict[str, list[str]] = {}
     for name in names:
         counts.setdefault(numbered(name), []).append(name)

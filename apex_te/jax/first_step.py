@@ -23,7 +23,7 @@ SLOTS = {"fwd": 3, "bwd": 2}
 
 
 def initial(recipe: DelayedScaling, gemms: int) -> dict[str, jax.Array]:
-    """Returns the state ``first_due`` of ``gemms`` GEMMs; empty unless ``first_step`` is "current"."""
+    """Returns ``first_due`` of ``gemms`` GEMMs by name, if ``first_step`` is "current", else {}."""
     if recipe.first_step != "current":
         return {}
     return {FIRST_DUE: jnp.ones(sum(SLOTS.values()) * gemms, jnp.float32)}

@@ -70,7 +70,7 @@ class Norm(NamedTuple):
     def gradients(
         self, dy: jax.Array, kept: tuple[Any, ...], with_scale: bool, with_bias: bool
     ) -> list[Any]:
-        """Computes the gradients of x, scale and bias; one that is not asked for is None.
+        """Computes the gradients of x, scale and bias; None for one that was not requested.
 
         ``kept`` has x, scale, bias and ``NormForward.statistics`` of the forward.
         """

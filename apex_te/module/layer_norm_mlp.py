@@ -293,7 +293,7 @@ class LayerNormMLP(NormedModule):
         """Computes ``(out, norm, total)`` as ``call`` says, which with ``is_direct`` is a known
         call.
 
-        In FP8 ``norm`` and ``total``, the tensor that was normalised, are None if not asked for;
+        In FP8 ``norm`` and ``total``, the tensor that was normalised, are None if not requested;
         ``total`` also if it has been added to ``out``.
         """
         inp, residual = cast_to(inp, call.dtype), cast_to(residual, call.dtype)

@@ -190,7 +190,7 @@ def check_kept_scales(
     amaxes: Tensors,
     are_equal: Tensors,
 ) -> None:
-    """Tells whether FP8 data have the scales that are wanted now, and stages their amax values.
+    """Checks whether FP8 data have the scales that are wanted now, and stages their amax values.
 
     Sets ``are_equal``, int32 ``[1]`` each, to 1 where ``scale_inv`` is the inverse of ``scale``,
     else to 0, and ``amaxes``, unless that is empty, to their maximum with ``kept_amaxes``.
@@ -296,7 +296,7 @@ def lamb(
         eps: added to the denominator.
         weight_decay: coefficient of weight decay.
         bias_correction: divide the averages by 1 - beta**step.
-        masters: master weights as in ``adam``; None updates ``params`` directly.
+        masters: master weights, float32, of params' shapes; None updates ``params`` directly.
         inv_scale: one float32 element, multiplies every gradient: 1 / loss scale.
         found_inf: one float32 or int32 element; a value other than 0 skips the step.
         unscale_grads: also overwrite the gradients with the unscaled gradients, if ``inv_scale`` is

@@ -37,7 +37,7 @@ class Keeper(Protocol):
         """Returns where to cast the parameter that is about to change; None if nobody reads it."""
 
     def end(self, is_certain: bool) -> None:
-        """Notes that the copies were written, or, unless ``is_certain``, perhaps all left as is."""
+        """Records a write to the copies, which unless ``is_certain`` may have changed nothing."""
 
     def release(self) -> None:
         """Ends the use of copies, because the parameter will change unseen by the host."""

@@ -369,17 +369,17 @@ class ScaleSync:
         self._find_equal()
 
     def renewed(self) -> None:
-        """Notes that scales and histories have initial values, which are equal on all ranks."""
+        """Records that scales and histories have initial values, which are equal on all ranks."""
         self._where = _EVERYWHERE
         self._find_equal()
 
     def loaded(self, fingerprint: int | None) -> None:
-        """Notes loaded scales, equal on ranks with this ``AmaxGroup.fingerprint``, if any."""
+        """Records loaded scales, equal on ranks with this ``AmaxGroup.fingerprint``, if any."""
         self._where = _NOWHERE if fingerprint is None else fingerprint
         self._find_equal()
 
     def updated(self, amax_group: AmaxGroup, reduced: bool, equalised: bool) -> None:
-        """Notes an update of scales; ``reduced`` means from the amax values of all its ranks."""
+        """Records an update of scales; ``reduced`` means from the amax values of all its ranks."""
         where = self._where
         if reduced and (equalised or self._equal_in(amax_group)):
             self._where = amax_group

@@ -1,7 +1,7 @@
 """apex's Python packages over apex_te: what ``import apex`` gives once the alias is installed.
 
 ``apex_te.compatibility.apex.install()``, ``APEX_TE_APEX=1`` or ``python -m apex_te install-alias
-apex`` install it (docs/apex.md). All modules of apex can be imported; what is not served raises
+apex`` install it (docs/apex.md). All modules of apex can be imported; what is not supported raises
 NotImplementedError when it is used.
 """
 

@@ -1,4 +1,4 @@
-"""apex's modules that are not served: they can be imported, and their names raise at use."""
+"""apex's modules that are not supported: they can be imported, and their names raise at use."""
 
 from __future__ import annotations
 

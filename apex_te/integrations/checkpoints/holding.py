@@ -111,7 +111,7 @@ def padded(codes: torch.Tensor, parts: int) -> torch.Tensor:
 
 
 def unpadded(codes: torch.Tensor, shape: tuple[int, ...], parts: int) -> torch.Tensor:
-    """Returns the codes of shape ``shape`` from which ``padded`` and ``pad_down_proj`` made these."""
+    """Returns codes of ``shape`` from which ``padded`` and ``pad_down_proj`` made these."""
     if codes.shape == shape:
         return codes
     split = codes.view(torch.uint8).unflatten(-2, (parts, -1))

@@ -265,7 +265,7 @@ class CheckpointQuantizer(HfQuantizer):
         return recipes
 
     def _describe_anew(self, model: Any) -> None:
-        """Has files of the model describe what it holds, after weights were cast again."""
+        """Makes the model's files describe what it holds, after weights were cast again."""
         assert self.recipe is not None
         form = form_of(self.recipe)
         if form is None:

@@ -1,4 +1,4 @@
-"""Full names of Transformer Engine's classes, and refusals of what is not served."""
+"""Full names of Transformer Engine's classes, and refusals of what is not supported."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def not_served(name: str, reason: str, base: type = object) -> Any:
 
     A last part of the full ``name`` that begins with a capital letter makes a class, with ``base``,
     for annotations, ``isinstance`` and subclasses; any other makes a function. ``reason`` says why
-    it is not served and what to use instead.
+    it is not supported and what to use instead.
     """
     module, _, last = name.rpartition(".")
     text = f"{name} is not available in apex_te: {reason}"

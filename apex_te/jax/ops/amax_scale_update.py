@@ -52,8 +52,8 @@ def amax_scale_update(
         (histories, scales, scale_invs), lists of new arrays.
 
     Raises:
-        TypeError: an argument has a dtype that is not listed.
-        ValueError: a shape or list length does not match, or ``algo`` is not listed.
+        ValueError: a list length does not match, or ``algo`` is not listed.
+        jax.errors.JaxRuntimeError: a shape or dtype does not match; raised when the program runs.
     """
     most_recent = is_most_recent("amax_scale_update", algo)
     for name, given in (("scales", scales), ("scale_invs", scale_invs), ("fp8_max", fp8_max)):

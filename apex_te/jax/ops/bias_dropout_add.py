@@ -107,7 +107,8 @@ def bias_dropout_add_bwd(
 
     Raises:
         TypeError: an argument has a dtype that is not listed.
-        ValueError: a shape does not match, ``p`` is out of range, or ``seed`` is missing.
+        ValueError: a shape does not match, or ``seed`` is missing.
+        jax.errors.JaxRuntimeError: ``p`` is out of range; raised when the program runs.
     """
     name = "bias_dropout_add_bwd"
     rows = _checks.as_matrix(name, "dout", dout)

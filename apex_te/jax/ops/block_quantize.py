@@ -92,6 +92,7 @@ def block_quantize(
     Raises:
         TypeError: an argument has a dtype that is not listed.
         ValueError: a shape or option does not match, or no copy is asked for.
+        jax.errors.JaxRuntimeError: ``eps`` is negative; raised when the program runs.
     """
     name = "block_quantize"
     dtype = _checks.fp8_dtype_of(name, fp8_dtype)

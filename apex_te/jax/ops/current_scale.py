@@ -64,7 +64,8 @@ def current_scale(
 
     Raises:
         TypeError: an argument has a dtype that is not listed.
-        ValueError: a shape does not match, ``eps`` is negative, or no copy is asked for.
+        ValueError: a shape does not match, or no copy is asked for.
+        jax.errors.JaxRuntimeError: ``eps`` is negative; raised when the program runs.
     """
     dtype = _checks.fp8_dtype_of("current_scale", fp8_dtype, fnuz=True)
     x, ranks = sides("current_scale", x, flatten_axis)
@@ -130,7 +131,8 @@ def scale_of(
 
     Raises:
         TypeError: an argument has a dtype that is not listed.
-        ValueError: ``amax`` does not have one element, or ``eps`` is negative.
+        ValueError: ``amax`` does not have one element.
+        jax.errors.JaxRuntimeError: ``eps`` is negative; raised when the program runs.
     """
     dtype = _checks.fp8_dtype_of("current_scale", fp8_dtype, fnuz=True)
     amax = _checks.is_scalar("current_scale_cast", "amax", amax)

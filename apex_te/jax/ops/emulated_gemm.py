@@ -47,8 +47,10 @@ def mx_gemm(
             several dimensions, which the result keeps.
 
     Raises:
-        TypeError: an argument has a dtype that is not listed.
-        ValueError: a shape does not match.
+        TypeError: ``out_dtype`` is not listed.
+        ValueError: the shapes of a, b and bias do not match.
+        jax.errors.JaxRuntimeError: an operand has a dtype that is not listed, or a scale another
+            shape; raised when the program runs.
     """
 
     def decoded(dtype: Any, a: Any, b: Any, a_scale: Any, b_scale: Any) -> tuple[Any, Any]:

@@ -236,8 +236,10 @@ def block_scaled_gemm(
 
     Raises:
         TypeError: an argument has a dtype that is not listed.
-        ValueError: a shape or number of block rows does not match.
+        ValueError: the shapes of a, b, bias and c do not match.
         NotImplementedError: both operands are E5M2.
+        jax.errors.JaxRuntimeError: a scale has another shape, or the numbers of block rows are not
+            supported; raised when the program runs.
     """
     name = "block_scaled_gemm"
     a, b, rest, dtype = _prepare(name, a, b, out_dtype, bias, c, inner)

@@ -138,7 +138,7 @@ def scaled_multiply_groups(
         b_scale_inv: float32 [groups].
         groups: places of the groups in the rows, from ``groups_of``.
         fast: accumulate along K in the tensor cores only, which keep fewer bits than float32.
-            Ignored where the FP8 data must be decoded: on a CPU, and on GPUs other than sm_90.
+            Ignored where the FP8 data is decoded, such as on a CPU or a GPU other than sm_90.
 
     Returns:
         [rows, N] bfloat16; rows after the last group have undefined values.
@@ -182,7 +182,7 @@ def scaled_contract_groups(
         b_scale_inv: float32 [groups].
         ends: int32 [groups], ``groups.column_ends``.
         fast: accumulate along K in the tensor cores only, which keep fewer bits than float32.
-            Ignored where the FP8 data must be decoded: on a CPU, and on GPUs other than sm_90.
+            Ignored where the FP8 data is decoded, such as on a CPU or a GPU other than sm_90.
         wide: return float32 instead of bfloat16.
 
     Returns:

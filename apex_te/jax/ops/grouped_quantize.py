@@ -399,7 +399,8 @@ def scales_of(
 
     Raises:
         TypeError: an argument has a dtype that is not listed.
-        ValueError: ``amax`` does not have one dimension, or ``eps`` is negative.
+        ValueError: ``amax`` does not have one dimension.
+        jax.errors.JaxRuntimeError: ``eps`` is negative; raised when the program runs.
     """
     name = "grouped_scales"
     amax = _checks.has_ndim(name, "amax", amax, 1, ["float32"])
@@ -435,6 +436,10 @@ def first_scales(
 
     Returns:
         The new (due, scale, scale_inv).
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape does not match.
     """
     given = {"amax": amax, "due": due, "scale": scale, "scale_inv": scale_inv}
     options: dict[str, Any] = {"fp8_max": float(fp8_max), "margin": margin, "pow2": bool(pow2)}

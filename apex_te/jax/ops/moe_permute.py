@@ -81,9 +81,9 @@ def make_map(
     """Makes the map of a permutation that sorts copies of tokens by expert, then by token.
 
     Args:
-        routing_map: for "mask" [tokens, experts] bool or integers, nonzero if the token goes to the
-            expert. For "index" [tokens, k] int32 or int64 indices of experts; a negative index
-            makes no copy.
+        routing_map: for "mask" [tokens, experts] bool, uint8, int8, int32 or int64, nonzero if the
+            token goes to the expert. For "index" [tokens, k] int32 or int64 indices of experts; a
+            negative index makes no copy.
         map_type: "mask" or "index".
         num_experts: number of experts for "index", at most 1024; None stands for 1024. An index out
             of range raises an error on the CPU, when the program runs; on a GPU it makes the

@@ -83,8 +83,7 @@ def route(
         logits: [tokens, experts] float32, float16 or bfloat16; at most 1024 experts.
         options: a ``RouterOptions``.
         outputs: names of fields of ``RouterOutputs``; ``index`` is always computed.
-        expert_bias: [experts] float32, added to the scores for the choice only; must be None for
-            "softmax".
+        expert_bias: [experts] float32, added to the scores for the choice only.
         sequences: number of sequences of equal length, which ``counts`` counts separately; tokens
             are ordered [sequences, sequence length].
 

@@ -103,7 +103,8 @@ def adam(
 
     Raises:
         TypeError: an argument has a dtype that is not listed.
-        ValueError: a shape or list length does not match, or an option is out of range.
+        ValueError: a shape or list length does not match, or ``betas`` or ``step`` is out of range.
+        jax.errors.JaxRuntimeError: ``eps`` is negative; raised when the program runs.
     """
     name = "multi_tensor_adam"
     columns = {"exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
@@ -154,7 +155,7 @@ def sgd(
 
     Raises:
         TypeError: an argument has a dtype that is not listed.
-        ValueError: a shape or list length does not match, or an option is out of range.
+        ValueError: a shape or list length does not match, or ``momentums`` is missing.
     """
     name = "multi_tensor_sgd"
     if momentum and not momentums and params:
@@ -223,7 +224,8 @@ def lamb(
 
     Raises:
         TypeError: an argument has a dtype that is not listed.
-        ValueError: a shape or list length does not match, or an option is out of range.
+        ValueError: a shape or list length does not match, or ``betas`` or ``step`` is out of range.
+        jax.errors.JaxRuntimeError: ``eps`` is negative; raised when the program runs.
     """
     name = "multi_tensor_lamb"
     columns = {"exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}

@@ -18,7 +18,7 @@ from ..ops.mx_quantize import mx_dequantize, mx_quantize
 
 
 class GroupCast(NamedTuple):
-    """FP8 copies of groups' rows or weights, each with its scales, None if not asked for.
+    """FP8 copies of groups' rows or weights, each with its scales, None if not requested.
 
     ``amax`` is float32 [groups], None for schemes without state; ``factor_grad`` and ``bias_grad``
     are gradients of a source.
@@ -96,7 +96,11 @@ class Delayed(GroupQuantizer):
         self._fast = {n: not s for n, s in zip(names, recipe.use_split_accumulator, strict=True)}
 
     def amax(self, source: Source | jax.Array, role: str, groups: Groups) -> jax.Array:
-        """Returns the amax of each group of a source's rows, or of its weight, without a cast."""
+        """Returns max |value| of each group, float32 [groups], without a cast.
+
+        ``source`` is a source of rows, or the weights [groups, in, out]; ``role`` is "input",
+        "weight" or "grad".
+        """
         start = jnp.zeros(groups.num_groups, jnp.float32)
         nothing: dict[str, Any] = {"rowwise": False, "columnwise": False}
         dtype = self._dtypes[role]

@@ -45,7 +45,7 @@ class SharedCasts:
         return found
 
     def end_forward(self) -> None:
-        """Lets the rowwise copy go."""
+        """Drops the rowwise copy."""
         self._rowwise = None
 
 

@@ -23,7 +23,7 @@ class ExtensionBuilder(CUDAOpBuilder):
         """Returns the names of the ops that serve the extension; none for one that PyTorch serves.
 
         Raises:
-            NotImplementedError: the extension is not served.
+            NotImplementedError: the extension is not supported.
         """
         served = served_by(self.NAME)
         if served is None:
@@ -42,7 +42,7 @@ class ExtensionBuilder(CUDAOpBuilder):
         return [source for op in self.ops() for source in get_builder(op).sources()]
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Returns True if the extension is served, and its ops can be built for the GPUs in use."""
+        """Returns True if the extension is supported and its ops can be built for these GPUs."""
         try:
             return all(get_builder(op).is_compatible(verbose) for op in self.ops())
         except NotImplementedError as error:

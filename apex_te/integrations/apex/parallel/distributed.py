@@ -240,7 +240,7 @@ class DistributedDataParallel(torch.nn.Module):
                 p.register_post_accumulate_grad_hook(self._on_gradient)
 
     def _on_gradient(self, param: torch.nn.Parameter) -> None:
-        """Notes a parameter's gradient, and reduces the buckets that are complete."""
+        """Records a parameter's gradient, and reduces the buckets that are complete."""
         if self._disable_allreduce:
             return
         if not self._is_queued:

@@ -222,7 +222,7 @@ class _Layer:
         return None if found is None or found[0].expired() else found[1]
 
     def add(self, key: Any, storage: StorageWeakRef, saved: _Saved) -> None:
-        """Notes the copy of a tensor."""
+        """Records the copy of a tensor."""
         self.saved.append(weakref.ref(saved))
         self._known[key] = storage, saved
 

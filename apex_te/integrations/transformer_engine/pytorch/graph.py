@@ -34,12 +34,12 @@ _capturing = _Capturing()
 
 
 def set_capture_start() -> None:
-    """Notes that a capture of several modules begins."""
+    """Records that a capture of several modules begins."""
     _capturing.now = True
 
 
 def set_capture_end() -> None:
-    """Notes that a capture of several modules ends."""
+    """Records that a capture of several modules ends."""
     _capturing.now = False
 
 
@@ -149,7 +149,7 @@ def make_graphed_callables(
         eagerly.
 
     Raises:
-        NotImplementedError: an argument that is not served.
+        NotImplementedError: an argument is not supported.
         TypeError: an argument has a wrong type, or both its names are given.
         ValueError: an argument has a wrong value.
         RuntimeError: there is no CUDA device.

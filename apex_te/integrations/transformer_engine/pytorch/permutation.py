@@ -30,10 +30,20 @@ def moe_unpermute(
 ) -> torch.Tensor:
     """Sums the rows of each token, times their probs if given; differentiable in both.
 
-    Arguments, result and errors are those of ``apex_te.moe_unpermute``, with:
+    It is ``apex_te.moe_unpermute``, whose errors it has, too.
 
     Args:
+        inp: [rows, hidden] float32, float16 or bfloat16, the experts' outputs for the permuted
+            rows.
+        row_id_map: as returned by the function that permuted the tokens.
+        merging_probs: [tokens, experts] for "mask", [tokens, k] for "index", float32 or the dtype
+            of ``inp``; None adds the rows unweighted.
+        restore_shape, pad_offsets: not needed, because ``row_id_map`` contains them; only checked.
+        map_type: "mask" or "index", as given to the function that permuted.
         probs: earlier name of ``merging_probs``.
+
+    Returns:
+        [tokens, hidden] in the dtype of ``inp``; zeros for a token without rows.
 
     Raises:
         TypeError: both ``merging_probs`` and ``probs`` are given.

@@ -238,10 +238,10 @@ class fp8_autocast(_regions.fp8_autocast):
 
 @named(_MODULE)
 class quantized_model_init(_model_init.fp8_model_init):
-    """Has modules made inside hold the weights of their GEMMs in FP8 only.
+    """Context manager that constructs modules with the weights of their GEMMs in FP8 only.
 
     Args:
-        enabled: False switches an enabled block around this one off.
+        enabled: False turns off an enabled block around this one.
         recipe: recipe by which weights are quantized; None for ``get_default_recipe()``.
         preserve_high_precision_init_val: keep the values before quantization on the CPU, for an
             optimizer's master weights.

@@ -58,7 +58,7 @@ class TransformerLayer(
             ``ub_overlap_rs_dgrad``, ``ub_bulk_dgrad`` and ``ub_bulk_wgrad`` then have no effect.
 
     Raises:
-        NotImplementedError: an argument asks for what is not served.
+        NotImplementedError: an argument asks for a feature that is not supported.
     """
 
     _classes: ClassVar[dict[str, type[Any]]] = {

@@ -1,4 +1,4 @@
-"""apex's test models; only ``distributed_test_base`` is served.
+"""apex's test models; only ``distributed_test_base`` is supported.
 
 The others can be imported, and their names raise NotImplementedError when they are used.
 """

@@ -43,7 +43,7 @@ class MultiheadAttention(
     ``seq_length`` and ``micro_batch_size`` are ignored.
 
     Raises:
-        NotImplementedError: an argument asks for what is not served.
+        NotImplementedError: an argument asks for a feature that is not supported.
     """
 
     _linear = Linear

@@ -87,7 +87,7 @@ class TransformerEngineBaseModule(ExtraState):
     is_first_microbatch: bool | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Has ``sharded_state_dict``, which Megatron's classes add, apply pending scale updates."""
+        """Makes Megatron's ``sharded_state_dict`` apply pending scale updates."""
         super().__init_subclass__(**kwargs)
         method = cls.__dict__.get("sharded_state_dict")
         if method is not None:

@@ -28,7 +28,7 @@ class GroupedLinear(GemmModule, NativeGroupedLinear):
     ``single_grouped_bias``; ``use_grouped_tensor`` must have its default.
 
     Raises:
-        NotImplementedError: an argument asks for what is not served.
+        NotImplementedError: an argument asks for a feature that is not supported.
     """
 
     __init__ = constructor(

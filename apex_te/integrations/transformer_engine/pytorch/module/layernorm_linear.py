@@ -22,7 +22,7 @@ class LayerNormLinear(GemmModule, NativeLayerNormLinear):
     ``return_layernorm_output_gathered`` must be False.
 
     Raises:
-        NotImplementedError: an argument asks for what is not served.
+        NotImplementedError: an argument asks for a feature that is not supported.
     """
 
     __init__ = constructor(

@@ -18,7 +18,7 @@ class LayerNormMLP(GemmModule, NativeLayerNormMLP):
     ``return_layernorm_output_gathered`` must be False.
 
     Raises:
-        NotImplementedError: an argument asks for what is not served.
+        NotImplementedError: an argument asks for a feature that is not supported.
     """
 
     __init__ = constructor(

@@ -22,7 +22,7 @@ class Linear(GemmModule, LinearLayer):
     must have their defaults; ``ub_name`` is ignored.
 
     Raises:
-        NotImplementedError: an argument asks for what is not served.
+        NotImplementedError: an argument asks for a feature that is not supported.
     """
 
     __init__ = constructor(

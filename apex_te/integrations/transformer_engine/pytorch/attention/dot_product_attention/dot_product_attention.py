@@ -39,7 +39,7 @@ class DotProductAttention(
         name: names the module in reports.
 
     Raises:
-        NotImplementedError: an argument asks for what is not served.
+        NotImplementedError: an argument asks for a feature that is not supported.
     """
 
     __init__ = constructor(
