@@ -284,9 +284,9 @@ class NormCases:
             total = (x.float() + options["residual"].float()).to(dtype)
         expected = self.op.reference(total.float(), *(p.float() for p in params), EPS)
 
-        def quantized(x, amax):
+        def quantized(x, amax, pads=True):
             return self.function("_fwd_fp8")(
-                x, *params, EPS, one(3.5, "cuda"), fp8, pad_columnwise=True, amax=amax, **options
+                x, *params, EPS, one(3.5, "cuda"), fp8, pad_columnwise=pads, amax=amax, **options
             )
 
         amax = one(0, "cuda")
@@ -300,6 +300,10 @@ class NormCases:
         assert not columns[:, rows:].any()
         if with_residual:
             assert_same_bits(out.residual_sum, total)
+        unpadded = quantized(x, amax, pads=False).y
+        checks.assert_adjacent_codes(unpadded.rowwise, encode_fp8(expected.y * 3.5, fp8))
+        found = (t.view(torch.uint8) for t in (unpadded.rowwise, unpadded.columnwise))
+        assert torch.equal(next(found).t(), next(found))
         x[rows // 2, cols // 2] = float("nan")
         out = quantized(x, amax)
         assert torch.isnan(amax).all()

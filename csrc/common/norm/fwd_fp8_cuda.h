@@ -1,5 +1,5 @@
 // Forward of the norms to FP8 with the columnwise copy, where neither fwd_ring_cuda.h nor
-// fwd_patch_cuda.h applies (very long rows, a copy that is not aligned): the statistics come from a
+// fwd_patch_cuda.h applies (very long rows, few rows): the statistics come from a
 // kernel of their own, and tiles read x again.
 #pragma once
 
@@ -85,8 +85,7 @@ void launch_norm_fp8(const NormFwd& p, const char* op, int device, cudaStream_t 
     // blocks.
     const int64_t processors = device_attribute(cudaDevAttrMultiProcessorCount, device);
     RingPlan ring;
-    if (p.ld % 16 == 0 && is_aligned(p.columnwise, 16) &&
-        plan_norm_ring<T, kLayerNorm>(p, !aligned, device, &ring) &&
+    if (plan_norm_ring<T, kLayerNorm>(p, !aligned, device, &ring) &&
         2 * p.rows * ring.ranks > processors * ring.shape.tile_rows)
       return launch_norm_ring<T, kLayerNorm>(p, ring, device, stream);
   }

@@ -7,7 +7,8 @@
 // widened. For a columnwise copy a block has tiles of 32 or 64 rows, whose codes also go to shared
 // memory, from where they leave by columns.
 //
-// Rows that vectors do not fit (any_row_cuda.h) are copied with the words at their ends.
+// Rows that vectors do not fit (any_row_cuda.h) are copied with the words at their ends; they, and
+// the columns that 8 bytes do not fit, have a kernel of their own.
 #pragma once
 
 #include "common/gpu/async_copy.h"
@@ -32,7 +33,7 @@ struct RingShape {
   int vecs;   // of a row in a warp
   int slots;  // rows of a warp in shared memory
   int tile_rows;
-  bool any;  // rows may have any length and begin at any address; the kernel's kAny
+  bool any;  // rows and columns may have any length and begin at any address; the kernel's kAny
 
   // Elements of a row, or its residual, in a slot.
   template <typename T>
@@ -45,6 +46,20 @@ struct RingShape {
 // 8 x 8 codes of neighbouring lanes in different banks.
 __host__ __device__ inline int tile_pitch(int block_vecs) { return (block_vecs | 1) * kVec; }
 
+// 8 rows of 8 columns of a tile of codes, turned: rows 0-3 and 4-7 of column c. The rows from the
+// `present`-th on are zeros.
+__device__ __forceinline__ void turn_codes(const unsigned char* tile, int pitch, int64_t present,
+                                           uint32_t* low, uint32_t* high) {
+  uint2 codes[8];
+#pragma unroll
+  for (int r = 0; r < 8; ++r)
+    codes[r] = r < present ? *reinterpret_cast<const uint2*>(tile + r * pitch) : make_uint2(0u, 0u);
+  transpose4(codes[0].x, codes[1].x, codes[2].x, codes[3].x, low);
+  transpose4(codes[0].y, codes[1].y, codes[2].y, codes[3].y, low + 4);
+  transpose4(codes[4].x, codes[5].x, codes[6].x, codes[7].x, high);
+  transpose4(codes[4].y, codes[5].y, codes[6].y, codes[7].y, high + 4);
+}
+
 // A tile of codes to the columnwise output: a thread turns 8 x 8 codes, and the lanes that lie
 // below each other store all rows of a column together. The output's rows are `ld` bytes long, with
 // zeros behind the last of `rows`.
@@ -56,21 +71,43 @@ __device__ __forceinline__ void store_tile(const unsigned char* tile, int tile_r
   if (down >= height || row0 + down * 8 >= ld) return;
   const int64_t present = rows - row0 - down * 8;
   for (int v = threadIdx.x / 32 * width + lane % width; v * kVec < cols; v += kRingWarps * width) {
-    uint2 codes[8];
-#pragma unroll
-    for (int r = 0; r < 8; ++r)
-      codes[r] = r < present
-                     ? *reinterpret_cast<const uint2*>(tile + (down * 8 + r) * pitch + v * kVec)
-                     : make_uint2(0u, 0u);
-    uint32_t low[kVec], high[kVec];  // of column c: rows 0-3 and 4-7
-    transpose4(codes[0].x, codes[1].x, codes[2].x, codes[3].x, low);
-    transpose4(codes[0].y, codes[1].y, codes[2].y, codes[3].y, low + 4);
-    transpose4(codes[4].x, codes[5].x, codes[6].x, codes[7].x, high);
-    transpose4(codes[4].y, codes[5].y, codes[6].y, codes[7].y, high + 4);
+    uint32_t low[kVec], high[kVec];
+    turn_codes(tile + down * 8 * pitch + v * kVec, pitch, present, low, high);
     uint8_t* to = out + static_cast<int64_t>(v) * kVec * ld + row0 + down * 8;
 #pragma unroll
     for (int c = 0; c < kVec; ++c, to += ld)
       if (v * kVec + c < cols) *reinterpret_cast<uint2*>(to) = make_uint2(low[c], high[c]);
+  }
+}
+
+// The same at any address, with an output of any row length: a lane stores the 8 bytes around its
+// address, the first of them of the lane above it. A call, so that no kernel keeps registers for
+// it.
+static __device__ __noinline__ void store_tile_any(const unsigned char* tile, int tile_rows,
+                                                   int pitch, int cols, uint8_t* out, int64_t rows,
+                                                   int64_t ld, int64_t row0) {
+  const int height = tile_rows / 8, width = 32 / height;
+  const int lane = threadIdx.x % 32, down = lane / width;
+  const int64_t present = rows - row0 - down * 8;
+  const int length = static_cast<int>(min(ld - row0, static_cast<int64_t>(tile_rows)));
+#pragma unroll 1
+  for (int first = threadIdx.x / 32 * width; first * kVec < cols; first += kRingWarps * width) {
+    const int v = first + lane % width;
+    uint32_t low[kVec], high[kVec];
+    turn_codes(tile + down * 8 * pitch + v * kVec, pitch, v * kVec < cols ? present : 0, low, high);
+    uint8_t* to = out + static_cast<int64_t>(v) * kVec * ld + row0 + down * 8;
+#pragma unroll
+    for (int c = 0; c < kVec; ++c, to += ld) {
+      const uint64_t own = uint64_t{high[c]} << 32 | low[c];
+      const uint64_t above = __shfl_up_sync(0xFFFFFFFFu, own, width);
+      if (v * kVec + c >= cols) continue;
+      const int shift = static_cast<int>(reinterpret_cast<uintptr_t>(to) % 8);
+      const int end = length - down * 8 + shift;  // of the column, from the word on
+      const uint64_t bytes = shift ? own << 8 * shift | above >> (64 - 8 * shift) : own;
+      if (end > 0) store_bytes(to - shift, bytes, down ? 0 : shift, end);
+      if (down == height - 1 && shift && end > 8)
+        store_bytes(to - shift + 8, own >> (64 - 8 * shift), 0, end - 8);
+    }
   }
 }
 
@@ -442,11 +479,14 @@ __global__ void __launch_bounds__(kRingThreads, 1)
     }
     if (kTiles) {
       const int64_t block_col = static_cast<int64_t>(at.ranks.rank) * at.block_vecs;
+      uint8_t* out = p.columnwise + block_col * kVec * p.ld;
+      const int cols =
+          static_cast<int>(min(p.cols - block_col * kVec, int64_t{at.block_vecs} * kVec));
       __syncthreads();
-      store_tile(
-          memory.tile, rows.tile_rows, memory.pitch,
-          static_cast<int>(min(at.total_cols - block_col * kVec, int64_t{at.block_vecs} * kVec)),
-          p.columnwise + block_col * kVec * p.ld, p.rows, p.ld, base);
+      if (kAny && (p.ld | static_cast<int64_t>(reinterpret_cast<uintptr_t>(out))) % 8)
+        store_tile_any(memory.tile, rows.tile_rows, memory.pitch, cols, out, p.rows, p.ld, base);
+      else
+        store_tile(memory.tile, rows.tile_rows, memory.pitch, cols, out, p.rows, p.ld, base);
       __syncthreads();
     }
   }
