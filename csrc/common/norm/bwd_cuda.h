@@ -74,13 +74,16 @@ struct BwdRing {
   // The run of n elements at p; begin, end: the memory that may be read.
   __device__ __forceinline__ void fetch_run(int chunk, int k, const T* p, int n, const T* begin,
                                             const T* end) const {
-    const int shift = offset_of(p), size = shift + n * static_cast<int>(sizeof(T));
-    const auto* from = reinterpret_cast<const unsigned char*>(p) - shift;
+    const int size = n * static_cast<int>(sizeof(T));
+    const RunWords words(p, size, begin, end);
     float4* to = run(chunk, k);
+    if (!words.inside)
+      return copy_end_run(reinterpret_cast<uint8_t*>(to), reinterpret_cast<const uint8_t*>(p), size,
+                          lane, lanes);
 #pragma unroll
     for (int w = 0; w <= kWords; ++w) {
       const int i = w * lanes + lane;
-      if (i * 16 < size && (w < kWords || lane == 0)) copy_word(to + i, from + i * 16, begin, end);
+      if (i < words.count && (w < kWords || lane == 0)) copy_async16(to + i, words.base + i * 16);
     }
   }
   __device__ __forceinline__ Vec8<T> raw(int chunk, int k) const {
@@ -120,7 +123,7 @@ __device__ __forceinline__ void write_line(const float (*sums)[kVec], const BwdS
   const int plane = shape.threads * kBwdVecs;
   const int slot = threadIdx.x / shape.threads, t = threadIdx.x % shape.threads;
   const auto write = [&](int col, float4 four) {
-    if (!kAny || (cols - col >= 4 && reinterpret_cast<uintptr_t>(line + col) % 16 == 0)) {
+    if (!kAny) {
       *reinterpret_cast<float4*>(line + col) = four;
       return;
     }
@@ -188,13 +191,16 @@ __device__ __forceinline__ void fold_rows(float (&rows)[kBwdVecs][kVec],
     }
 }
 
-// dy becomes dx of 8 columns, without the gradient of the residual.
-template <bool kLayerNorm>
+// dy becomes dx of 8 columns, without the gradient of the residual. kAny: there may be one column,
+// whose g is the mean of g.
+template <bool kLayerNorm, bool kAny>
 __device__ __forceinline__ void input_gradient(float* dy, const float* xhat, const float* gamma,
                                                float mean_gx, float mean_g, float rstd) {
 #pragma unroll
   for (int i = 0; i < kVec; ++i) {
-    const float g = kLayerNorm ? fmaf(dy[i], gamma[i], -mean_g) : dy[i] * gamma[i];
+    const float g = kLayerNorm && !kAny ? fmaf(dy[i], gamma[i], -mean_g)
+                    : kLayerNorm        ? dy[i] * gamma[i] - mean_g
+                                        : dy[i] * gamma[i];
     dy[i] = fmaf(-xhat[i], mean_gx, g) * rstd;
   }
 }
@@ -230,18 +236,22 @@ __global__ void __launch_bounds__(kBwdThreads<T, kLayerNorm, kCluster, kAny>, 1)
   int64_t row = static_cast<int64_t>(line) * shape.slots + slot;
   const auto fetch = [&](const void* array, int64_t from, int chunk) {
     if (from >= p.rows) return;
-    const T *all = static_cast<const T*>(array), *begin = all + from * p.cols + col;
-#pragma unroll
-    for (int k = 0; k < kBwdVecs; ++k) {
-      if (kAny) {
-        const int back = ring.lane * kVec, n = cols - (col + k * step - back);
+    const T* all = static_cast<const T*>(array);
+    const T* begin = all + from * p.cols + col;
+    if (kAny) {
+      const int back = ring.lane * kVec;
+#pragma unroll 1
+      for (int k = 0; k < kBwdVecs; ++k) {
+        const int n = cols - (col + k * step - back);
         if (n > 0)
           ring.fetch_run(chunk, k, begin + k * step - back, min(n, warp_threads * kVec), all,
                          all + p.rows * p.cols);
-      } else if (col + k * step < cols) {
-        ring.fetch(chunk, k, begin + k * step);
       }
+      return;
     }
+#pragma unroll
+    for (int k = 0; k < kBwdVecs; ++k)
+      if (col + k * step < cols) ring.fetch(chunk, k, begin + k * step);
   };
   const auto fetch_row = [&](int64_t from, int stage) {
     fetch(p.dy, from, 2 * stage);
@@ -264,13 +274,15 @@ __global__ void __launch_bounds__(kBwdThreads<T, kLayerNorm, kCluster, kAny>, 1)
     fetch_row(row + stride, 1);
     commit_copies();
   }
-  if (slot == 0) {
+  if (kAny) {
+    load_any_params<T>(gammas.base, gammas.plane, p.params.weight, p.params.is_fp32,
+                       p.params.gamma_offset, 0, gammas.plane * kVec, cols);
+  } else if (slot == 0) {
 #pragma unroll
     for (int k = 0; k < kBwdVecs; ++k) {
       if (col + k * step >= cols) continue;
       float gamma[kVec];
-      kAny ? load_any_gamma<T>(p.params, col + k * step, cols, gamma)
-           : load_gamma<T>(p.params, col + k * step, gamma);
+      load_gamma<T>(p.params, col + k * step, gamma);
       gammas.put(k * shape.threads + t, gamma);
     }
   }
@@ -343,7 +355,7 @@ __global__ void __launch_bounds__(kBwdThreads<T, kLayerNorm, kCluster, kAny>, 1)
       if (has) {
         float xhat[kVec], dy[kVec], gamma[kVec];
         read(row, stage, k, s, xhat, dy, gamma);
-        input_gradient<kLayerNorm>(dy, xhat, gamma, mean_gx, mean_g, s.y);
+        input_gradient<kLayerNorm, kAny>(dy, xhat, gamma, mean_gx, mean_g, s.y);
         if (p.d_residual) {
           unpack(raw(p.d_residual, row, 2 * kStages + turn, k), xhat);
 #pragma unroll
@@ -358,7 +370,8 @@ __global__ void __launch_bounds__(kBwdThreads<T, kLayerNorm, kCluster, kAny>, 1)
       const int n = min(live_cols - (col + k * step - back), warp_threads * kVec);
       __syncwarp();  // dy of the run has been read
       if (has) store_vec(run + back, out);
-      store_run(run, to - back, max(n, 0) * static_cast<int>(sizeof(T)), ring.lane, warp_threads);
+      store_words<1>(run, to - back, max(n, 0) * static_cast<int>(sizeof(T)), ring.lane,
+                     warp_threads);
     }
   };
   const bool with_parts = needs_parts(shape.threads, ranks);

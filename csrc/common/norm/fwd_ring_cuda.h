@@ -63,6 +63,7 @@ __device__ __forceinline__ void turn_codes(const unsigned char* tile, int pitch,
 // A tile of codes to the columnwise output: a thread turns 8 x 8 codes, and the lanes that lie
 // below each other store all rows of a column together. The output's rows are `ld` bytes long, with
 // zeros behind the last of `rows`.
+template <bool kAny>
 __device__ __forceinline__ void store_tile(const unsigned char* tile, int tile_rows, int pitch,
                                            int cols, uint8_t* out, int64_t rows, int64_t ld,
                                            int64_t row0) {
@@ -76,7 +77,7 @@ __device__ __forceinline__ void store_tile(const unsigned char* tile, int tile_r
     uint8_t* to = out + static_cast<int64_t>(v) * kVec * ld + row0 + down * 8;
 #pragma unroll
     for (int c = 0; c < kVec; ++c, to += ld)
-      if (v * kVec + c < cols) *reinterpret_cast<uint2*>(to) = make_uint2(low[c], high[c]);
+      if (!kAny || v * kVec + c < cols) *reinterpret_cast<uint2*>(to) = make_uint2(low[c], high[c]);
   }
 }
 
@@ -96,10 +97,13 @@ static __device__ __noinline__ void store_tile_any(const unsigned char* tile, in
     uint32_t low[kVec], high[kVec];
     turn_codes(tile + down * 8 * pitch + v * kVec, pitch, v * kVec < cols ? present : 0, low, high);
     uint8_t* to = out + static_cast<int64_t>(v) * kVec * ld + row0 + down * 8;
-#pragma unroll
+    // One column's code, for which the others move up.
+#pragma unroll 1
     for (int c = 0; c < kVec; ++c, to += ld) {
-      const uint64_t own = uint64_t{high[c]} << 32 | low[c];
+      const uint64_t own = uint64_t{high[0]} << 32 | low[0];
       const uint64_t above = __shfl_up_sync(0xFFFFFFFFu, own, width);
+#pragma unroll
+      for (int i = 0; i < kVec - 1; ++i) low[i] = low[i + 1], high[i] = high[i + 1];
       if (v * kVec + c >= cols) continue;
       const int shift = static_cast<int>(reinterpret_cast<uintptr_t>(to) % 8);
       const int end = length - down * 8 + shift;  // of the column, from the word on
@@ -217,7 +221,7 @@ struct RingRows {
     const auto copy = [&](T* chunk, const void* array) {
       const T* source = static_cast<const T*>(array);
       if (shape.any)
-        copy_run(chunk, source + begin, at.cols, source, source + p.rows * p.cols,
+        copy_run(chunk, source + begin, bytes, source, source + p.rows * p.cols,
                  memory.full + slot);
       else
         copy_chunk(chunk, source + begin, bytes, memory.full + slot);
@@ -246,6 +250,16 @@ template <typename T, bool kTiles>
 __device__ __forceinline__ void load_ring_params(const NormFwd& p, const RingShape& shape,
                                                  const RingPlace& at,
                                                  const RingMemory<T, kTiles>& memory) {
+  if (shape.any) {
+    const int64_t col0 = static_cast<int64_t>(at.ranks.rank) * at.block_vecs * kVec;
+    const auto load = [&](float4* to, const void* params, float offset) {
+      load_any_params<T>(to, at.block_vecs, params, p.params.is_fp32, offset, col0,
+                         at.block_vecs * kVec, p.cols);
+    };
+    load(memory.gammas, p.params.weight, p.params.gamma_offset);
+    if (p.params.bias) load(memory.biases, p.params.bias, 0.0f);
+    return;
+  }
   const auto put = [&](float4* to, const float* values) {
     to[0] = make_float4(values[0], values[1], values[2], values[3]);
     to[at.block_vecs] = make_float4(values[4], values[5], values[6], values[7]);
@@ -254,14 +268,12 @@ __device__ __forceinline__ void load_ring_params(const NormFwd& p, const RingSha
     const int64_t col = (static_cast<int64_t>(at.ranks.rank) * at.block_vecs + v) * kVec;
     if (col >= p.cols) break;
     float values[kVec];
-    if (memory.has_gamma) {
-      shape.any ? load_any_gamma<T>(p.params, col, p.cols, values)
-                : load_gamma<T>(p.params, col, values);
+    if (p.params.weight) {
+      load_gamma<T>(p.params, col, values);
       put(memory.gammas + v, values);
     }
     if (p.params.bias) {
-      shape.any ? load_any_params<T>(p.params.bias, p.params.is_fp32, col, p.cols, values)
-                : load_bias<T>(p.params, col, values);
+      load_bias<T>(p.params, col, values);
       put(memory.biases + v, values);
     }
   }
@@ -278,8 +290,10 @@ __device__ __forceinline__ void take_ring_row(const NormFwd& p, const RingShape&
   T* residual = row + shape.pitch<T>();
   const int64_t first = begin - at.lane * kVec;  // of the part
   if (shape.any) {
-    align_run(row, static_cast<const T*>(p.x) + first, at.cols);
-    if (memory.arrays > 1) align_run(residual, static_cast<const T*>(p.residual) + first, at.cols);
+    const int size = at.cols * int{sizeof(T)}, padded = at.vecs * kVec * int{sizeof(T)};
+    align_run(row, static_cast<const T*>(p.x) + first, size, padded);
+    if (memory.arrays > 1)
+      align_run(residual, static_cast<const T*>(p.residual) + first, size, padded);
   }
   T* x = row + at.lane * kVec;
 #pragma unroll
@@ -299,7 +313,7 @@ __device__ __forceinline__ void take_ring_row(const NormFwd& p, const RingShape&
 }
 
 // Statistics of the warp's columns.
-template <bool kLayerNorm, typename T, int kVecs>
+template <bool kLayerNorm, bool kAny, typename T, int kVecs>
 __device__ __forceinline__ Statistics warp_statistics(Vec8<T> (&in)[kVecs], const RingPlace& at) {
   const float count = static_cast<float>(at.cols);
   float mean = 0.0f, values[kVec];
@@ -322,7 +336,7 @@ __device__ __forceinline__ Statistics warp_statistics(Vec8<T> (&in)[kVecs], cons
   for (int k = 0; k < kVecs; ++k) {
     if (k * 32 + at.lane >= at.vecs) break;
     unpack(in[k], values);
-    if (kLayerNorm) fill_from(at.left(k), mean, values);
+    if (kLayerNorm && kAny) fill_from(at.left(k), mean, values);
 #pragma unroll
     for (int i = 0; i < kVec; ++i)
       add_centred(kLayerNorm ? values[i] - mean : values[i], sums[i % 2]);
@@ -359,11 +373,13 @@ struct RingExchange {
     float total = 0.0f, mean = own.mean;
     if (kLayerNorm) {
       const float some = shared[0].x;
+#pragma unroll 1
       for (int i = at.lane; i < at.parts; i += 32)
         total = fmaf(shared[i].x - some, static_cast<float>(at.cols_of(i)), total);
       mean = some + warp_sum(total) / count;
       total = 0.0f;
     }
+#pragma unroll 1
     for (int i = at.lane; i < at.parts; i += 32) {
       const float2 other = shared[i];
       const float off = kLayerNorm ? other.x - mean : 0.0f;
@@ -464,7 +480,7 @@ __global__ void __launch_bounds__(kRingThreads, 1)
       take_ring_row(p, shape, at, memory, slot, begin, in);
       constexpr bool kKeeps = kAny && !kTiles;  // the slot until the row is stored
       if (!kKeeps) release_slot(slot);
-      Statistics s = warp_statistics<kLayerNorm>(in, at);
+      Statistics s = warp_statistics<kLayerNorm, kAny>(in, at);
       if (at.parts > 1) s = exchange.combine<kLayerNorm>(s, count, at, memory);
       const float rstd = rstd_of(s.squares, count, p.eps);
       if (at.part == 0 && at.lane == 0) {
@@ -486,7 +502,7 @@ __global__ void __launch_bounds__(kRingThreads, 1)
       if (kAny && (p.ld | static_cast<int64_t>(reinterpret_cast<uintptr_t>(out))) % 8)
         store_tile_any(memory.tile, rows.tile_rows, memory.pitch, cols, out, p.rows, p.ld, base);
       else
-        store_tile(memory.tile, rows.tile_rows, memory.pitch, cols, out, p.rows, p.ld, base);
+        store_tile<kAny>(memory.tile, rows.tile_rows, memory.pitch, cols, out, p.rows, p.ld, base);
       __syncthreads();
     }
   }
