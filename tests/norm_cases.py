@@ -121,7 +121,8 @@ class NormCases:
     @pytest.mark.parametrize(
         ("cols", "repeats"),
         [(256, 16385), (1024, 4097), (1032, 4097), (3584, 1171), (4096, 1025), (5128, 40),
-         (8192, 513), (12288, 40), (16384, 257), (32768, 40), (131072, 40)],
+         (8192, 513), (12288, 40), (16384, 257), (32768, 40), (131072, 40),
+         (13, 4097), (1001, 1025), (4095, 513), (5001, 40), (16383, 40)],
     )  # fmt: skip
     def test_many_rows(self, poison, cols, repeats, dtype, param_dtype):
         """More rows than a multiprocessor has at a time: each as if it were alone."""
@@ -270,7 +271,8 @@ class NormCases:
          (7112, torch.bfloat16, FP8[1]), (8190, torch.float32, FP8[0])],
     )  # fmt: skip
     @pytest.mark.parametrize(
-        "cols", [8, 264, 1016, 2112, 2304, 4480, 5120, 6144, 7168, 8448, 12288, 16384, 24576]
+        "cols",
+        [8, 264, 1001, 1016, 2112, 2304, 4095, 4480, 5120, 6144, 7168, 8448, 12288, 16384, 24576],
     )
     def test_fwd_fp8_tiles(self, poison, cols, rows, dtype, fp8, with_residual):
         """Rows that are whole tiles or not, with and without padding; a NaN stays in its row."""
@@ -282,9 +284,9 @@ class NormCases:
             total = (x.float() + options["residual"].float()).to(dtype)
         expected = self.op.reference(total.float(), *(p.float() for p in params), EPS)
 
-        def quantized(x, amax):
+        def quantized(x, amax, pads=True):
             return self.function("_fwd_fp8")(
-                x, *params, EPS, one(3.5, "cuda"), fp8, pad_columnwise=True, amax=amax, **options
+                x, *params, EPS, one(3.5, "cuda"), fp8, pad_columnwise=pads, amax=amax, **options
             )
 
         amax = one(0, "cuda")
@@ -298,6 +300,10 @@ class NormCases:
         assert not columns[:, rows:].any()
         if with_residual:
             assert_same_bits(out.residual_sum, total)
+        unpadded = quantized(x, amax, pads=False).y
+        checks.assert_adjacent_codes(unpadded.rowwise, encode_fp8(expected.y * 3.5, fp8))
+        found = (t.view(torch.uint8) for t in (unpadded.rowwise, unpadded.columnwise))
+        assert torch.equal(next(found).t(), next(found))
         x[rows // 2, cols // 2] = float("nan")
         out = quantized(x, amax)
         assert torch.isnan(amax).all()

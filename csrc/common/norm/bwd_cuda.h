@@ -6,11 +6,14 @@
 // of rms_norm's next rows are taken before the current ones are written, so that nothing waits for
 // the exchange of sums. Rows longer than a block go to a cluster. The blocks' sums of weight
 // gradients meet in a workspace, which a second kernel adds in a fixed order.
+//
+// Rows that vectors do not fit (any_row_cuda.h) are copied by warps, with the words at the ends of
+// a warp's columns, and dx leaves by way of the memory from which dy has been read.
 #pragma once
 
 #include "common/gpu/async_copy.h"
 #include "common/gpu/dependent_launch.h"
-#include "common/norm/cuda.h"
+#include "common/norm/any_row_cuda.h"
 
 namespace apex_te {
 
@@ -20,11 +23,11 @@ constexpr bool kBwdAhead = !kLayerNorm;
 template <bool kLayerNorm>
 constexpr int kBwdStages = kBwdAhead<kLayerNorm> ? 3 : 2;  // rows of a slot in shared memory
 constexpr int kMaxBwdCluster = 16;
-template <typename T, bool kLayerNorm, bool kCluster>  // of a block, as registers allow
-constexpr int kBwdThreads = sizeof(T) == 4 ? 512
-                            : !kLayerNorm  ? 1024
-                            : kCluster     ? 512
-                                           : 640;
+template <typename T, bool kLayerNorm, bool kCluster, bool kAny>  // of a block, as registers allow
+constexpr int kBwdThreads = sizeof(T) == 4 || kAny ? 512
+                            : !kLayerNorm          ? 1024
+                            : kCluster             ? 512
+                                                   : 640;
 
 // True if weight gradients are added in sums of kFoldRows rows, and these sums to each other, since
 // the rounding of long sums would show. rms_norm's float32 kernel has the registers for it.
@@ -44,22 +47,46 @@ struct BwdShape {
 inline int bwd_chunks(int stages, bool has_residual) { return 2 * stages + (has_residual ? 2 : 0); }
 
 // A thread's own rows in shared memory: vector k of a chunk, in 16-byte words that neighbouring
-// threads interleave.
-template <typename T>
+// threads interleave. kAny: the columns that `lanes` threads of a warp have of a row are a run,
+// which begins where it does in a word of global memory and is followed by one more word.
+template <typename T, bool kAny>
 struct BwdRing {
   static constexpr int kWords = sizeof(T) / 2;  // of 16 bytes in a vector
   float4* base;
+  int lanes, lane;
 
-  __device__ float4* word(int chunk, int k, int w) const {
+  __device__ __forceinline__ float4* word(int chunk, int k, int w) const {
     return base + ((chunk * kBwdVecs + k) * kWords + w) * blockDim.x + threadIdx.x;
   }
-  __device__ void fetch(int chunk, int k, const T* p) const {
+  __device__ __forceinline__ float4* run(int chunk, int k) const {
+    const int runs = blockDim.x / lanes;
+    return base + ((chunk * kBwdVecs + k) * runs + threadIdx.x / lanes) * (lanes * kWords + 1);
+  }
+  __device__ __forceinline__ float4* end(int chunks) const {
+    return kAny ? run(chunks, 0) - threadIdx.x / lanes * (lanes * kWords + 1)
+                : word(chunks, 0, 0) - threadIdx.x;
+  }
+  __device__ __forceinline__ void fetch(int chunk, int k, const T* p) const {
 #pragma unroll
     for (int w = 0; w < kWords; ++w)
       copy_async16(word(chunk, k, w), reinterpret_cast<const float4*>(p) + w);
   }
-  __device__ void read(int chunk, int k, float* values) const { unpack(raw(chunk, k), values); }
-  __device__ Vec8<T> raw(int chunk, int k) const {
+  // The run of n elements at p; begin, end: the memory that may be read.
+  __device__ __forceinline__ void fetch_run(int chunk, int k, const T* p, int n, const T* begin,
+                                            const T* end) const {
+    const int size = n * static_cast<int>(sizeof(T));
+    const RunWords words(p, size, begin, end);
+    float4* to = run(chunk, k);
+    if (!words.inside)
+      return copy_end_run(reinterpret_cast<uint8_t*>(to), reinterpret_cast<const uint8_t*>(p), size,
+                          lane, lanes);
+#pragma unroll
+    for (int w = 0; w <= kWords; ++w) {
+      const int i = w * lanes + lane;
+      if (i < words.count && (w < kWords || lane == 0)) copy_async16(to + i, words.base + i * 16);
+    }
+  }
+  __device__ __forceinline__ Vec8<T> raw(int chunk, int k) const {
     Vec8<T> v;
 #pragma unroll
     for (int w = 0; w < kWords; ++w) {
@@ -67,6 +94,18 @@ struct BwdRing {
       v.words[4 * w] = q.x, v.words[4 * w + 1] = q.y;
       v.words[4 * w + 2] = q.z, v.words[4 * w + 3] = q.w;
     }
+    return v;
+  }
+  // The first n of the thread's elements of a run that begins `shift` bytes into its first word.
+  __device__ __forceinline__ Vec8<T> of_run(int chunk, int k, int shift, int n) const {
+    Vec8<T> v;
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+      const uint4 q = bytes_at(run(chunk, k), (lane * kWords + w) * 16 + shift);
+      v.words[4 * w] = q.x, v.words[4 * w + 1] = q.y;
+      v.words[4 * w + 2] = q.z, v.words[4 * w + 3] = q.w;
+    }
+    keep_first(n, &v);
     return v;
   }
 };
@@ -78,18 +117,28 @@ __device__ __forceinline__ void sync_slot(int slot, int threads) {
 
 // Adds the slots' sums of each column in order and writes them to the block's line. Shared memory
 // has 4 of each 8 columns in one plane and the other 4 in a second; a single slot needs none.
+template <bool kAny>
 __device__ __forceinline__ void write_line(const float (*sums)[kVec], const BwdShape& shape,
                                            float4* shared, float* line, int cols) {
   const int plane = shape.threads * kBwdVecs;
   const int slot = threadIdx.x / shape.threads, t = threadIdx.x % shape.threads;
+  const auto write = [&](int col, float4 four) {
+    if (!kAny) {
+      *reinterpret_cast<float4*>(line + col) = four;
+      return;
+    }
+    const float values[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (col + i < cols) line[col + i] = values[i];
+  };
   if (shape.slots == 1) {
 #pragma unroll
     for (int k = 0; k < kBwdVecs; ++k) {
       const int col = (k * shape.threads + t) * kVec;
       if (col >= cols) break;
-      float4* to = reinterpret_cast<float4*>(line + col);
-      to[0] = make_float4(sums[k][0], sums[k][1], sums[k][2], sums[k][3]);
-      to[1] = make_float4(sums[k][4], sums[k][5], sums[k][6], sums[k][7]);
+      write(col, make_float4(sums[k][0], sums[k][1], sums[k][2], sums[k][3]));
+      write(col + 4, make_float4(sums[k][4], sums[k][5], sums[k][6], sums[k][7]));
     }
     return;
   }
@@ -109,9 +158,8 @@ __device__ __forceinline__ void write_line(const float (*sums)[kVec], const BwdS
       const float4 part = shared[2 * s * plane + j];
       sum[0] += part.x, sum[1] += part.y, sum[2] += part.z, sum[3] += part.w;
     }
-    *reinterpret_cast<float4*>(line + col) =
-        make_float4(static_cast<float>(sum[0]), static_cast<float>(sum[1]),
-                    static_cast<float>(sum[2]), static_cast<float>(sum[3]));
+    write(col, make_float4(static_cast<float>(sum[0]), static_cast<float>(sum[1]),
+                           static_cast<float>(sum[2]), static_cast<float>(sum[3])));
   }
 }
 
@@ -143,37 +191,41 @@ __device__ __forceinline__ void fold_rows(float (&rows)[kBwdVecs][kVec],
     }
 }
 
-// dy becomes dx of 8 columns, without the gradient of the residual.
-template <bool kLayerNorm>
+// dy becomes dx of 8 columns, without the gradient of the residual. kAny: there may be one column,
+// whose g is the mean of g.
+template <bool kLayerNorm, bool kAny>
 __device__ __forceinline__ void input_gradient(float* dy, const float* xhat, const float* gamma,
                                                float mean_gx, float mean_g, float rstd) {
 #pragma unroll
   for (int i = 0; i < kVec; ++i) {
-    const float g = kLayerNorm ? fmaf(dy[i], gamma[i], -mean_g) : dy[i] * gamma[i];
+    const float g = kLayerNorm && !kAny ? fmaf(dy[i], gamma[i], -mean_g)
+                    : kLayerNorm        ? dy[i] * gamma[i] - mean_g
+                                        : dy[i] * gamma[i];
     dy[i] = fmaf(-xhat[i], mean_gx, g) * rstd;
   }
 }
 
-template <typename T, bool kLayerNorm, bool kCluster>
-__global__ void __launch_bounds__(kBwdThreads<T, kLayerNorm, kCluster>, 1)
+template <typename T, bool kLayerNorm, bool kCluster, bool kAny>
+__global__ void __launch_bounds__(kBwdThreads<T, kLayerNorm, kCluster, kAny>, 1)
     norm_bwd_kernel(const NormBwd p, const BwdShape shape) {
   extern __shared__ float4 dynamic[];
   constexpr int kSums = kLayerNorm ? 2 : 1;  // over a row: of g * xhat and of g
   constexpr bool kAhead = kBwdAhead<kLayerNorm>;
   constexpr int kStages = kBwdStages<kLayerNorm>;
-  static_assert(kAhead || kBwdThreads<T, kLayerNorm, kCluster> / 64 < 16,
+  static_assert(kAhead || kBwdThreads<T, kLayerNorm, kCluster, kAny> / 64 < 16,
                 "a barrier for each slot");
+  static_assert(!kAny || !kCluster, "a run lies within a row of one block");
   const RowRanks ranks{kCluster ? static_cast<int>(cluster_size()) : 1,
                        kCluster ? static_cast<int>(cluster_rank()) : 0};
   const int line = blockIdx.x / ranks.count, lines = gridDim.x / ranks.count;
   const int slot = threadIdx.x / shape.threads, t = threadIdx.x - slot * shape.threads;
   // Shared memory: the ring, gamma, sums of two rows and a barrier each, statistics of rows.
-  const BwdRing<T> ring{dynamic};
-  const SharedGamma gammas{ring.word(shape.chunks, 0, 0) - threadIdx.x, shape.threads * kBwdVecs};
+  const int warp_threads = min(shape.threads, 32);  // of a row
+  const BwdRing<T, kAny> ring{dynamic, warp_threads, t % warp_threads};
+  const SharedGamma gammas{ring.end(shape.chunks), shape.threads * kBwdVecs};
   float2* parts = reinterpret_cast<float2*>(gammas.base + 2 * gammas.plane);
   const int parts_size = ranks.count * (blockDim.x / 32);
   uint64_t* exchange = reinterpret_cast<uint64_t*>(parts + 2 * parts_size);
-  const int warp_threads = min(shape.threads, 32);  // of a row
   float2* statistics = reinterpret_cast<float2*>(exchange + 2) + threadIdx.x / warp_threads;
   const int statistics_size = blockDim.x / warp_threads;
 
@@ -184,7 +236,19 @@ __global__ void __launch_bounds__(kBwdThreads<T, kLayerNorm, kCluster>, 1)
   int64_t row = static_cast<int64_t>(line) * shape.slots + slot;
   const auto fetch = [&](const void* array, int64_t from, int chunk) {
     if (from >= p.rows) return;
-    const T* begin = static_cast<const T*>(array) + from * p.cols + col;
+    const T* all = static_cast<const T*>(array);
+    const T* begin = all + from * p.cols + col;
+    if (kAny) {
+      const int back = ring.lane * kVec;
+#pragma unroll 1
+      for (int k = 0; k < kBwdVecs; ++k) {
+        const int n = cols - (col + k * step - back);
+        if (n > 0)
+          ring.fetch_run(chunk, k, begin + k * step - back, min(n, warp_threads * kVec), all,
+                         all + p.rows * p.cols);
+      }
+      return;
+    }
 #pragma unroll
     for (int k = 0; k < kBwdVecs; ++k)
       if (col + k * step < cols) ring.fetch(chunk, k, begin + k * step);
@@ -210,7 +274,10 @@ __global__ void __launch_bounds__(kBwdThreads<T, kLayerNorm, kCluster>, 1)
     fetch_row(row + stride, 1);
     commit_copies();
   }
-  if (slot == 0) {
+  if (kAny) {
+    load_any_params<T>(gammas.base, gammas.plane, p.params.weight, p.params.is_fp32,
+                       p.params.gamma_offset, 0, gammas.plane * kVec, cols);
+  } else if (slot == 0) {
 #pragma unroll
     for (int k = 0; k < kBwdVecs; ++k) {
       if (col + k * step >= cols) continue;
@@ -230,13 +297,20 @@ __global__ void __launch_bounds__(kBwdThreads<T, kLayerNorm, kCluster>, 1)
   const float inverse = 1.0f / static_cast<float>(p.cols);
   constexpr bool kHold = !kAhead && !kCluster && sizeof(T) == 2;  // between both passes
   Vec8<T> held_dy[kBwdVecs], held_x[kBwdVecs];
-  const auto read = [&](int stage, int k, float2 s, float* xhat, float* dy, float* gamma) {
+  // Vector k of a row of an array in shared memory.
+  const auto raw = [&](const void* array, int64_t from, int chunk, int k) {
+    if (!kAny) return ring.raw(chunk, k);
+    const int shift = offset_of(static_cast<const T*>(array) + from * p.cols);
+    return ring.of_run(chunk, k, shift, cols - (col + k * step));
+  };
+  const auto read = [&](int64_t from, int stage, int k, float2 s, float* xhat, float* dy,
+                        float* gamma) {
     if (kHold) {
       unpack(held_dy[k], dy);
       unpack(held_x[k], xhat);
     } else {
-      ring.read(2 * stage, k, dy);
-      ring.read(2 * stage + 1, k, xhat);
+      unpack(raw(p.dy, from, 2 * stage, k), dy);
+      unpack(raw(p.x, from, 2 * stage + 1, k), xhat);
     }
     gammas.get(k * shape.threads + t, gamma);
 #pragma unroll
@@ -250,8 +324,11 @@ __global__ void __launch_bounds__(kBwdThreads<T, kLayerNorm, kCluster>, 1)
     for (int k = 0; k < kBwdVecs; ++k) {
       if (col + k * step >= live_cols) continue;
       float xhat[kVec], dy[kVec], gamma[kVec];
-      if (kHold) held_dy[k] = ring.raw(2 * stage, k), held_x[k] = ring.raw(2 * stage + 1, k);
-      read(stage, k, s, xhat, dy, gamma);
+      if (kHold) {
+        held_dy[k] = raw(p.dy, from, 2 * stage, k);
+        held_x[k] = raw(p.x, from, 2 * stage + 1, k);
+      }
+      read(from, stage, k, s, xhat, dy, gamma);
 #pragma unroll
       for (int i = 0; i < kVec; ++i) {
         const float g = dy[i] * gamma[i];
@@ -271,18 +348,30 @@ __global__ void __launch_bounds__(kBwdThreads<T, kLayerNorm, kCluster>, 1)
     const int live_cols = row < p.rows ? cols : 0;
 #pragma unroll
     for (int k = 0; k < kBwdVecs; ++k) {
-      if (col + k * step >= live_cols) continue;
-      float xhat[kVec], dy[kVec], gamma[kVec];
-      read(stage, k, s, xhat, dy, gamma);
-      input_gradient<kLayerNorm>(dy, xhat, gamma, mean_gx, mean_g, s.y);
-      if (p.d_residual) {
-        ring.read(2 * kStages + turn, k, xhat);
-#pragma unroll
-        for (int i = 0; i < kVec; ++i) dy[i] += xhat[i];
-      }
+      const bool has = col + k * step < live_cols;
+      if (!kAny && !has) continue;
+      T* to = static_cast<T*>(p.dx) + row * p.cols + col + k * step;
       Vec8<T> out;
-      pack(dy, &out);
-      store_vec(static_cast<T*>(p.dx) + row * p.cols + col + k * step, out);
+      if (has) {
+        float xhat[kVec], dy[kVec], gamma[kVec];
+        read(row, stage, k, s, xhat, dy, gamma);
+        input_gradient<kLayerNorm, kAny>(dy, xhat, gamma, mean_gx, mean_g, s.y);
+        if (p.d_residual) {
+          unpack(raw(p.d_residual, row, 2 * kStages + turn, k), xhat);
+#pragma unroll
+          for (int i = 0; i < kVec; ++i) dy[i] += xhat[i];
+        }
+        pack(dy, &out);
+        if (!kAny) store_vec(to, out);
+      }
+      if (!kAny) continue;
+      T* run = reinterpret_cast<T*>(ring.run(2 * stage, k));
+      const int back = ring.lane * kVec;
+      const int n = min(live_cols - (col + k * step - back), warp_threads * kVec);
+      __syncwarp();  // dy of the run has been read
+      if (has) store_vec(run + back, out);
+      store_words<1>(run, to - back, max(n, 0) * static_cast<int>(sizeof(T)), ring.lane,
+                     warp_threads);
     }
   };
   const bool with_parts = needs_parts(shape.threads, ranks);
@@ -339,8 +428,8 @@ __global__ void __launch_bounds__(kBwdThreads<T, kLayerNorm, kCluster>, 1)
   const int64_t width = kSums * p.cols;
   const int block_col = ranks.rank * kBwdVecs * step;
   float* to = p.workspace + line * width + block_col;
-  if (p.dweight) write_line(kFolds ? folded : dweight, shape, dynamic, to, cols - block_col);
-  if (kLayerNorm && p.dbias) write_line(dbias, shape, dynamic, to + p.cols, cols - block_col);
+  if (p.dweight) write_line<kAny>(kFolds ? folded : dweight, shape, dynamic, to, cols - block_col);
+  if (kLayerNorm && p.dbias) write_line<kAny>(dbias, shape, dynamic, to + p.cols, cols - block_col);
 }
 
 }  // namespace apex_te

@@ -132,25 +132,28 @@ __global__ void __launch_bounds__(32 * kColumnRows) norm_bwd_columns_kernel(cons
 struct BwdPlan {
   BwdShape shape;
   int64_t ranks, shared_bytes;
+  bool any;  // the kernel's kAny
 };
 
 // The fewest blocks to a row, then the most rows to a block, that shared memory allows; false if
 // the one-pass kernel cannot run.
 template <typename T, bool kLayerNorm>
 bool plan_norm_bwd(const NormBwd& p, int device, BwdPlan* plan) {
+  plan->any = p.cols % kVec != 0;
   for (const void* q : {p.dy, p.x, p.d_residual, p.params.weight, static_cast<const void*>(p.dx),
                         static_cast<const void*>(p.workspace)})
-    if (!is_aligned(q, 16)) return false;
-  if (p.cols % kVec || !p.cols) return false;
+    plan->any = plan->any || !is_aligned(q, 16);
+  if (!p.cols) return false;
   const int limit = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  const int max_ranks = std::min(kMaxBwdCluster, most_norm_ranks(device));
+  const int max_ranks = plan->any ? 1 : std::min(kMaxBwdCluster, most_norm_ranks(device));
   const int64_t processors = device_attribute(cudaDevAttrMultiProcessorCount, device);
   const int chunks = bwd_chunks(kBwdStages<kLayerNorm>, p.d_residual);
   for (int64_t ranks = 1; ranks <= max_ranks; ranks *= 2) {
     const int64_t per_block = ranks * kBwdVecs * kVec;
     const int64_t pieces = (p.cols + per_block - 1) / per_block;
-    const int most_threads =
-        ranks == 1 ? kBwdThreads<T, kLayerNorm, false> : kBwdThreads<T, kLayerNorm, true>;
+    const int most_threads = plan->any    ? kBwdThreads<T, kLayerNorm, false, true>
+                             : ranks == 1 ? kBwdThreads<T, kLayerNorm, false, false>
+                                          : kBwdThreads<T, kLayerNorm, true, false>;
     if (pieces > most_threads) continue;
     // At least 8 threads: fewer would make the sum over slots long.
     const int threads = static_cast<int>(std::max<int64_t>(row_threads(pieces), 8));
@@ -164,7 +167,8 @@ bool plan_norm_bwd(const NormBwd& p, int device, BwdPlan* plan) {
     for (const int64_t most = slots; slots > 0 && (least == 0 || 2 * slots >= most);
          slots -= unit) {
       const int64_t width = threads * slots;
-      const int64_t bytes = chunks * kBwdVecs * kVec * sizeof(T) * width +
+      const int64_t margins = plan->any ? width / std::min(threads, 32) * kRunMargin : 0;
+      const int64_t bytes = chunks * kBwdVecs * (kVec * sizeof(T) * width + margins) +
                             threads * kBwdVecs * kVec * 4 + 2 * ranks * (width / 32) * 8 + 16 +
                             kBwdStages<kLayerNorm> * width / std::min(threads, 32) * 8;
       const int64_t turn = std::max<int64_t>(processors / ranks, 1) * slots,
@@ -184,8 +188,9 @@ bool plan_norm_bwd(const NormBwd& p, int device, BwdPlan* plan) {
 template <typename T, bool kLayerNorm>
 int64_t launch_norm_bwd_plan(const NormBwd& p, const BwdPlan& plan, int device,
                              cudaStream_t stream) {
-  const auto kernel = plan.ranks == 1 ? norm_bwd_kernel<T, kLayerNorm, false>
-                                      : norm_bwd_kernel<T, kLayerNorm, true>;
+  const auto kernel = plan.any          ? norm_bwd_kernel<T, kLayerNorm, false, true>
+                      : plan.ranks == 1 ? norm_bwd_kernel<T, kLayerNorm, false, false>
+                                        : norm_bwd_kernel<T, kLayerNorm, true, false>;
   const int threads = plan.shape.threads * plan.shape.slots;
   allow_shared(reinterpret_cast<const void*>(kernel));
   // More clusters than can run at once would be a second, nearly empty round.

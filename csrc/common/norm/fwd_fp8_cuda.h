@@ -1,6 +1,6 @@
 // Forward of the norms to FP8 with the columnwise copy, where neither fwd_ring_cuda.h nor
-// fwd_patch_cuda.h applies (very long rows, no alignment): the statistics come from a kernel of
-// their own, and tiles read x again.
+// fwd_patch_cuda.h applies (very long rows, few rows): the statistics come from a
+// kernel of their own, and tiles read x again.
 #pragma once
 
 #include "common/gpu/fp8_tile.h"
@@ -85,7 +85,7 @@ void launch_norm_fp8(const NormFwd& p, const char* op, int device, cudaStream_t 
     // blocks.
     const int64_t processors = device_attribute(cudaDevAttrMultiProcessorCount, device);
     RingPlan ring;
-    if (aligned && plan_norm_ring<T, kLayerNorm>(p, device, &ring) &&
+    if (plan_norm_ring<T, kLayerNorm>(p, !aligned, device, &ring) &&
         2 * p.rows * ring.ranks > processors * ring.shape.tile_rows)
       return launch_norm_ring<T, kLayerNorm>(p, ring, device, stream);
   }

@@ -45,8 +45,8 @@ void launch_norm_fwd_rows(const NormFwd& p, const char* op, int device, cudaStre
     return launch_norm_stream<T, kLayerNorm>(p, op, stream);
   if constexpr (kHasCountedBarriers) {
     RingPlan ring;
-    if (aligned && wants_norm_ring<kLayerNorm>(p) &&
-        plan_norm_ring<T, kLayerNorm>(p, device, &ring))
+    if ((aligned ? wants_norm_ring<kLayerNorm>(p) : p.cols && has_many_rows(p)) &&
+        plan_norm_ring<T, kLayerNorm>(p, !aligned, device, &ring))
       return launch_norm_ring<T, kLayerNorm>(p, ring, device, stream);
   }
   const int64_t pieces = (p.cols / kVec + kNormVecs<T> - 1) / kNormVecs<T>;

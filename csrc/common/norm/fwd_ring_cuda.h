@@ -6,10 +6,14 @@
 // in a block's shared memory go to a cluster of blocks. Weight and bias stay in shared memory,
 // widened. For a columnwise copy a block has tiles of 32 or 64 rows, whose codes also go to shared
 // memory, from where they leave by columns.
+//
+// Rows that vectors do not fit (any_row_cuda.h) are copied with the words at their ends; they, and
+// the columns that 8 bytes do not fit, have a kernel of their own.
 #pragma once
 
 #include "common/gpu/async_copy.h"
 #include "common/gpu/fp8_tile.h"
+#include "common/norm/any_row_cuda.h"
 #include "common/norm/fwd_cuda.h"
 
 namespace apex_te {
@@ -17,8 +21,9 @@ namespace apex_te {
 constexpr int kRingWarps = 16;
 constexpr int kRingThreads = kRingWarps * 32;
 constexpr int kMaxRingSlots = 8;
-template <typename T, bool kTiles>  // of a thread: 64 registers, or half where codes need memory
-constexpr int kRingVecs = kTiles ? (sizeof(T) == 4 ? 4 : 9) : 32 / sizeof(T);
+template <typename T, bool kTiles, bool kAny>  // of a thread: 64 registers, or half where rows or
+                                               // codes need memory
+constexpr int kRingVecs = kTiles ? (sizeof(T) == 4 ? 4 : 9) : (kAny ? 16 : 32) / sizeof(T);
 constexpr int64_t kLeastTileRows = 32;  // whose columnwise codes are whole sectors
 constexpr int64_t kTallTileRows = 64;
 constexpr int64_t kRingFlight = 40 << 10;  // bytes that a block needs on their way
@@ -28,38 +33,85 @@ struct RingShape {
   int vecs;   // of a row in a warp
   int slots;  // rows of a warp in shared memory
   int tile_rows;
+  bool any;  // rows and columns may have any length and begin at any address; the kernel's kAny
+
+  // Elements of a row, or its residual, in a slot.
+  template <typename T>
+  __host__ __device__ int pitch() const {
+    return vecs * kVec + (any ? kRunMargin / static_cast<int>(sizeof(T)) : 0);
+  }
 };
 
 // Distance of the rows of a tile of codes in shared memory: an odd number of 8 bytes, which keeps
 // 8 x 8 codes of neighbouring lanes in different banks.
 __host__ __device__ inline int tile_pitch(int block_vecs) { return (block_vecs | 1) * kVec; }
 
+// 8 rows of 8 columns of a tile of codes, turned: rows 0-3 and 4-7 of column c. The rows from the
+// `present`-th on are zeros.
+__device__ __forceinline__ void turn_codes(const unsigned char* tile, int pitch, int64_t present,
+                                           uint32_t* low, uint32_t* high) {
+  uint2 codes[8];
+#pragma unroll
+  for (int r = 0; r < 8; ++r)
+    codes[r] = r < present ? *reinterpret_cast<const uint2*>(tile + r * pitch) : make_uint2(0u, 0u);
+  transpose4(codes[0].x, codes[1].x, codes[2].x, codes[3].x, low);
+  transpose4(codes[0].y, codes[1].y, codes[2].y, codes[3].y, low + 4);
+  transpose4(codes[4].x, codes[5].x, codes[6].x, codes[7].x, high);
+  transpose4(codes[4].y, codes[5].y, codes[6].y, codes[7].y, high + 4);
+}
+
 // A tile of codes to the columnwise output: a thread turns 8 x 8 codes, and the lanes that lie
 // below each other store all rows of a column together. The output's rows are `ld` bytes long, with
 // zeros behind the last of `rows`.
+template <bool kAny>
 __device__ __forceinline__ void store_tile(const unsigned char* tile, int tile_rows, int pitch,
-                                           int vecs, uint8_t* out, int64_t rows, int64_t ld,
+                                           int cols, uint8_t* out, int64_t rows, int64_t ld,
                                            int64_t row0) {
   const int height = tile_rows / 8, width = 32 / height;
   const int lane = threadIdx.x % 32, down = lane / width;
   if (down >= height || row0 + down * 8 >= ld) return;
   const int64_t present = rows - row0 - down * 8;
-  for (int v = threadIdx.x / 32 * width + lane % width; v < vecs; v += kRingWarps * width) {
-    uint2 codes[8];
-#pragma unroll
-    for (int r = 0; r < 8; ++r)
-      codes[r] = r < present
-                     ? *reinterpret_cast<const uint2*>(tile + (down * 8 + r) * pitch + v * kVec)
-                     : make_uint2(0u, 0u);
-    uint32_t low[kVec], high[kVec];  // of column c: rows 0-3 and 4-7
-    transpose4(codes[0].x, codes[1].x, codes[2].x, codes[3].x, low);
-    transpose4(codes[0].y, codes[1].y, codes[2].y, codes[3].y, low + 4);
-    transpose4(codes[4].x, codes[5].x, codes[6].x, codes[7].x, high);
-    transpose4(codes[4].y, codes[5].y, codes[6].y, codes[7].y, high + 4);
+  for (int v = threadIdx.x / 32 * width + lane % width; v * kVec < cols; v += kRingWarps * width) {
+    uint32_t low[kVec], high[kVec];
+    turn_codes(tile + down * 8 * pitch + v * kVec, pitch, present, low, high);
     uint8_t* to = out + static_cast<int64_t>(v) * kVec * ld + row0 + down * 8;
 #pragma unroll
     for (int c = 0; c < kVec; ++c, to += ld)
-      *reinterpret_cast<uint2*>(to) = make_uint2(low[c], high[c]);
+      if (!kAny || v * kVec + c < cols) *reinterpret_cast<uint2*>(to) = make_uint2(low[c], high[c]);
+  }
+}
+
+// The same at any address, with an output of any row length: a lane stores the 8 bytes around its
+// address, the first of them of the lane above it. A call, so that no kernel keeps registers for
+// it.
+static __device__ __noinline__ void store_tile_any(const unsigned char* tile, int tile_rows,
+                                                   int pitch, int cols, uint8_t* out, int64_t rows,
+                                                   int64_t ld, int64_t row0) {
+  const int height = tile_rows / 8, width = 32 / height;
+  const int lane = threadIdx.x % 32, down = lane / width;
+  const int64_t present = rows - row0 - down * 8;
+  const int length = static_cast<int>(min(ld - row0, static_cast<int64_t>(tile_rows)));
+#pragma unroll 1
+  for (int first = threadIdx.x / 32 * width; first * kVec < cols; first += kRingWarps * width) {
+    const int v = first + lane % width;
+    uint32_t low[kVec], high[kVec];
+    turn_codes(tile + down * 8 * pitch + v * kVec, pitch, v * kVec < cols ? present : 0, low, high);
+    uint8_t* to = out + static_cast<int64_t>(v) * kVec * ld + row0 + down * 8;
+    // One column's code, for which the others move up.
+#pragma unroll 1
+    for (int c = 0; c < kVec; ++c, to += ld) {
+      const uint64_t own = uint64_t{high[0]} << 32 | low[0];
+      const uint64_t above = __shfl_up_sync(0xFFFFFFFFu, own, width);
+#pragma unroll
+      for (int i = 0; i < kVec - 1; ++i) low[i] = low[i + 1], high[i] = high[i + 1];
+      if (v * kVec + c >= cols) continue;
+      const int shift = static_cast<int>(reinterpret_cast<uintptr_t>(to) % 8);
+      const int end = length - down * 8 + shift;  // of the column, from the word on
+      const uint64_t bytes = shift ? own << 8 * shift | above >> (64 - 8 * shift) : own;
+      if (end > 0) store_bytes(to - shift, bytes, down ? 0 : shift, end);
+      if (down == height - 1 && shift && end > 8)
+        store_bytes(to - shift + 8, own >> (64 - 8 * shift), 0, end - 8);
+    }
   }
 }
 
@@ -70,8 +122,8 @@ struct RingPlace {
   int groups, group;  // of warps of a block that share a row, and this warp's
   int group_warp;     // this warp within its group
   int parts, part;
-  int total_vecs, part_vecs, block_vecs;  // of a row, of a part at most, of a row in a block
-  int vecs;                               // of this part
+  int total_cols, part_vecs, block_vecs;  // of a row, of a part at most, of a row in a block
+  int cols, vecs;                         // of this part
   int64_t col0;                           // its first column
 
   __device__ __forceinline__ RingPlace(const NormFwd& p, const RingShape& shape)
@@ -83,15 +135,18 @@ struct RingPlace {
         group_warp(warp - group * shape.warps),
         parts(ranks.count * shape.warps),
         part(ranks.rank * shape.warps + group_warp),
-        total_vecs(static_cast<int>(p.cols / kVec)),
+        total_cols(static_cast<int>(p.cols)),
         part_vecs(shape.vecs),
         block_vecs(shape.warps * shape.vecs),
-        vecs(vecs_of(part)),
+        cols(cols_of(part)),
+        vecs((cols + kVec - 1) / kVec),
         col0(static_cast<int64_t>(part) * shape.vecs * kVec) {}
 
-  __device__ __forceinline__ int vecs_of(int i) const {
-    return min(max(total_vecs - i * part_vecs, 0), part_vecs);
+  __device__ __forceinline__ int cols_of(int i) const {
+    return min(max(total_cols - i * part_vecs * kVec, 0), part_vecs * kVec);
   }
+  // The columns from the lane's vector k on.
+  __device__ __forceinline__ int left(int k) const { return cols - (k * 32 + lane) * kVec; }
 };
 
 // A block's shared memory, carved in the order of the members.
@@ -101,17 +156,19 @@ struct RingMemory {
   T* slots;                  // of this warp
   float4 *gammas, *biases;   // 4 of each 8 columns in one plane and 4 in another
   uint64_t *full, *arrived;  // barriers: one for each slot, two for the group's statistics
+  bool has_gamma;            // which rows of any length need for zeros behind the last column
   float2* statistics;        // of the group: mean and sum of squares of each part, of two rows
   unsigned char* tile;       // FP8 data for the columnwise copy
   int pitch;
 
   __device__ __forceinline__ RingMemory(unsigned char* memory, const NormFwd& p,
                                         const RingShape& shape, const RingPlace& at) {
-    arrays = kTiles && p.residual ? 2 : 1;
-    const int slot_bytes = arrays * shape.vecs * kVec * static_cast<int>(sizeof(T));
+    arrays = (kTiles || shape.any) && p.residual ? 2 : 1;
+    const int slot_bytes = arrays * shape.pitch<T>() * static_cast<int>(sizeof(T));
     slots = reinterpret_cast<T*>(memory + at.warp * shape.slots * slot_bytes);
     gammas = reinterpret_cast<float4*>(memory + kRingWarps * shape.slots * slot_bytes);
-    biases = gammas + (p.params.weight ? 2 * at.block_vecs : 0);
+    has_gamma = p.params.weight || shape.any;
+    biases = gammas + (has_gamma ? 2 * at.block_vecs : 0);
     uint64_t* barriers =
         reinterpret_cast<uint64_t*>(biases + (p.params.bias ? 2 * at.block_vecs : 0));
     full = barriers + at.warp * shape.slots;
@@ -122,7 +179,7 @@ struct RingMemory {
     pitch = tile_pitch(at.block_vecs);
   }
   __device__ __forceinline__ T* slot(int i, const RingShape& shape) const {
-    return slots + i * arrays * shape.vecs * kVec;
+    return slots + i * arrays * shape.pitch<T>();
   }
 };
 
@@ -159,12 +216,18 @@ struct RingRows {
     }
     if (from >= p.rows || at.vecs == 0) return;
     const int64_t begin = from * p.cols + at.col0;
-    const uint32_t bytes = at.vecs * kVec * static_cast<int>(sizeof(T));
+    const uint32_t bytes = at.cols * static_cast<int>(sizeof(T));
     T* to = memory.slot(slot, shape);
-    copy_chunk(to, static_cast<const T*>(p.x) + begin, bytes, memory.full + slot);
-    if (kTiles && p.residual)
-      copy_chunk(to + shape.vecs * kVec, static_cast<const T*>(p.residual) + begin, bytes,
+    const auto copy = [&](T* chunk, const void* array) {
+      const T* source = static_cast<const T*>(array);
+      if (shape.any)
+        copy_run(chunk, source + begin, bytes, source, source + p.rows * p.cols,
                  memory.full + slot);
+      else
+        copy_chunk(chunk, source + begin, bytes, memory.full + slot);
+    };
+    copy(to, p.x);
+    if (memory.arrays > 1) copy(to + shape.pitch<T>(), p.residual);
   }
 };
 
@@ -184,8 +247,19 @@ __device__ __forceinline__ void init_ring_barriers(const RingShape& shape, const
 
 // Widens the block's columns of weight and bias into shared memory.
 template <typename T, bool kTiles>
-__device__ __forceinline__ void load_ring_params(const NormFwd& p, const RingPlace& at,
+__device__ __forceinline__ void load_ring_params(const NormFwd& p, const RingShape& shape,
+                                                 const RingPlace& at,
                                                  const RingMemory<T, kTiles>& memory) {
+  if (shape.any) {
+    const int64_t col0 = static_cast<int64_t>(at.ranks.rank) * at.block_vecs * kVec;
+    const auto load = [&](float4* to, const void* params, float offset) {
+      load_any_params<T>(to, at.block_vecs, params, p.params.is_fp32, offset, col0,
+                         at.block_vecs * kVec, p.cols);
+    };
+    load(memory.gammas, p.params.weight, p.params.gamma_offset);
+    if (p.params.bias) load(memory.biases, p.params.bias, 0.0f);
+    return;
+  }
   const auto put = [&](float4* to, const float* values) {
     to[0] = make_float4(values[0], values[1], values[2], values[3]);
     to[at.block_vecs] = make_float4(values[4], values[5], values[6], values[7]);
@@ -212,24 +286,36 @@ __device__ __forceinline__ void take_ring_row(const NormFwd& p, const RingShape&
                                               const RingPlace& at,
                                               const RingMemory<T, kTiles>& memory, int slot,
                                               int64_t begin, Vec8<T> (&in)[kVecs]) {
-  const T* x = memory.slots + (slot * memory.arrays * shape.vecs + at.lane) * kVec;
+  T* row = memory.slot(slot, shape);
+  T* residual = row + shape.pitch<T>();
+  const int64_t first = begin - at.lane * kVec;  // of the part
+  if (shape.any) {
+    const int size = at.cols * int{sizeof(T)}, padded = at.vecs * kVec * int{sizeof(T)};
+    align_run(row, static_cast<const T*>(p.x) + first, size, padded);
+    if (memory.arrays > 1)
+      align_run(residual, static_cast<const T*>(p.residual) + first, size, padded);
+  }
+  T* x = row + at.lane * kVec;
 #pragma unroll
   for (int k = 0; k < kVecs; ++k)
     in[k] = k * 32 + at.lane < at.vecs ? load_vec(x + k * 32 * kVec) : Vec8<T>{};
-  if (kTiles && p.residual) {
+  if (memory.arrays > 1) {
+    T* sum = shape.any ? x : static_cast<T*>(p.residual_sum) + begin;
 #pragma unroll
     for (int k = 0; k < kVecs; ++k) {
       if (k * 32 + at.lane >= at.vecs) break;
-      in[k] = add_residual(in[k], load_vec(x + (shape.vecs + k * 32) * kVec));
-      store_vec(static_cast<T*>(p.residual_sum) + begin + k * 32 * kVec, in[k]);
+      in[k] = add_residual(in[k], load_vec(residual + (k * 32 + at.lane) * kVec));
+      store_vec(sum + k * 32 * kVec, in[k]);
     }
+    if (shape.any)
+      store_run(row, static_cast<T*>(p.residual_sum) + first, at.cols * int{sizeof(T)});
   }
 }
 
 // Statistics of the warp's columns.
-template <bool kLayerNorm, typename T, int kVecs>
+template <bool kLayerNorm, bool kAny, typename T, int kVecs>
 __device__ __forceinline__ Statistics warp_statistics(Vec8<T> (&in)[kVecs], const RingPlace& at) {
-  const float count = static_cast<float>(at.vecs * kVec);
+  const float count = static_cast<float>(at.cols);
   float mean = 0.0f, values[kVec];
   if (kLayerNorm) {
     float sum = 0.0f;
@@ -250,6 +336,7 @@ __device__ __forceinline__ Statistics warp_statistics(Vec8<T> (&in)[kVecs], cons
   for (int k = 0; k < kVecs; ++k) {
     if (k * 32 + at.lane >= at.vecs) break;
     unpack(in[k], values);
+    if (kLayerNorm && kAny) fill_from(at.left(k), mean, values);
 #pragma unroll
     for (int i = 0; i < kVec; ++i)
       add_centred(kLayerNorm ? values[i] - mean : values[i], sums[i % 2]);
@@ -286,29 +373,34 @@ struct RingExchange {
     float total = 0.0f, mean = own.mean;
     if (kLayerNorm) {
       const float some = shared[0].x;
+#pragma unroll 1
       for (int i = at.lane; i < at.parts; i += 32)
-        total = fmaf(shared[i].x - some, static_cast<float>(at.vecs_of(i) * kVec), total);
+        total = fmaf(shared[i].x - some, static_cast<float>(at.cols_of(i)), total);
       mean = some + warp_sum(total) / count;
       total = 0.0f;
     }
+#pragma unroll 1
     for (int i = at.lane; i < at.parts; i += 32) {
       const float2 other = shared[i];
       const float off = kLayerNorm ? other.x - mean : 0.0f;
-      total +=
-          kLayerNorm ? fmaf(off * off, static_cast<float>(at.vecs_of(i) * kVec), other.y) : other.y;
+      total += kLayerNorm ? fmaf(off * off, static_cast<float>(at.cols_of(i)), other.y) : other.y;
     }
     return {mean, warp_sum(total)};
   }
 };
 
 // Normalises a row: to y, or to FP8 rowwise and, at `tile_row`, into the tile of the columnwise
-// copy. Raises the lane's amax.
+// copy. Raises the lane's amax. run: where a row of any length is put in shared memory first.
 template <bool kLayerNorm, typename T, bool kTiles, int kVecs>
 __device__ __forceinline__ void store_ring_row(const NormFwd& p, const RingPlace& at,
                                                const RingMemory<T, kTiles>& memory,
                                                const Vec8<T> (&in)[kVecs], float mean, float rstd,
-                                               float scale, int64_t begin, int64_t tile_row,
+                                               float scale, int64_t begin, int64_t tile_row, T* run,
                                                float* amax) {
+  T* y = run ? run + at.lane * kVec : static_cast<T*>(p.y) + begin;
+  uint8_t* rowwise = run ? reinterpret_cast<uint8_t*>(run) + at.lane * kVec : p.rowwise + begin;
+  const bool codes_now = kTiles ? p.rowwise && !run : p.rowwise != nullptr;
+  if (run) __syncwarp();  // what lies there has been read
 #pragma unroll
   for (int k = 0; k < kVecs; ++k) {
     if (k * 32 + at.lane >= at.vecs) break;
@@ -317,8 +409,8 @@ __device__ __forceinline__ void store_ring_row(const NormFwd& p, const RingPlace
     const int v = at.group_warp * at.part_vecs + k * 32 + at.lane;
     const float4 ones = make_float4(1.0f, 1.0f, 1.0f, 1.0f);
     const float4 zeros = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    const float4 g0 = p.params.weight ? memory.gammas[v] : ones;
-    const float4 g1 = p.params.weight ? memory.gammas[v + at.block_vecs] : ones;
+    const float4 g0 = memory.has_gamma ? memory.gammas[v] : ones;
+    const float4 g1 = memory.has_gamma ? memory.gammas[v + at.block_vecs] : ones;
     const float4 b0 = kLayerNorm && p.params.bias ? memory.biases[v] : zeros;
     const float4 b1 = kLayerNorm && p.params.bias ? memory.biases[v + at.block_vecs] : zeros;
     const float gamma[kVec] = {g0.x, g0.y, g0.z, g0.w, g1.x, g1.y, g1.z, g1.w};
@@ -327,23 +419,32 @@ __device__ __forceinline__ void store_ring_row(const NormFwd& p, const RingPlace
     if (!kTiles && p.y) {
       Vec8<T> out;
       pack(values, &out);
-      store_vec(static_cast<T*>(p.y) + begin + k * 32 * kVec, out);
+      store_vec(y + k * 32 * kVec, out);
     } else {
 #pragma unroll
       for (int i = 0; i < kVec; ++i) *amax = larger_magnitude(*amax, values[i]);
       const uint2 codes = encode_as(p.fp8, values, scale);
-      if (p.rowwise) *reinterpret_cast<uint2*>(p.rowwise + begin + k * 32 * kVec) = codes;
+      if (codes_now) *reinterpret_cast<uint2*>(rowwise + k * 32 * kVec) = codes;
       if (kTiles)
         *reinterpret_cast<uint2*>(memory.tile + tile_row * memory.pitch + v * kVec) = codes;
     }
   }
+  if (!run) return;
+  begin -= at.lane * kVec;
+  if (!kTiles && p.y)
+    store_run(run, static_cast<T*>(p.y) + begin, at.cols * int{sizeof(T)});
+  else if (p.rowwise)
+    store_run(kTiles ? memory.tile + tile_row * memory.pitch + at.group_warp * at.part_vecs * kVec
+                     : reinterpret_cast<unsigned char*>(run),
+              p.rowwise + begin, at.cols);
 }
 
-// kTiles: with a columnwise FP8 copy, and a residual where there is one.
-template <typename T, bool kLayerNorm, bool kTiles>
+// kTiles: with a columnwise FP8 copy. A residual is for kTiles or kAny.
+template <typename T, bool kLayerNorm, bool kTiles, bool kAny>
 __global__ void __launch_bounds__(kRingThreads, 1)
-    norm_ring_kernel(const NormFwd p, const RingShape shape) {
-  constexpr int kVecs = kRingVecs<T, kTiles>;
+    norm_ring_kernel(const NormFwd p, RingShape shape) {
+  constexpr int kVecs = kRingVecs<T, kTiles, kAny>;
+  shape.any = kAny;
   extern __shared__ __align__(16) unsigned char ring_memory[];
   const RingPlace at(p, shape);
   const RingMemory<T, kTiles> memory(ring_memory, p, shape, at);
@@ -351,7 +452,7 @@ __global__ void __launch_bounds__(kRingThreads, 1)
   init_ring_barriers(shape, at, memory);
   for (int s = 0; s < shape.slots; ++s) rows.fetch(s, p, shape, at, memory);
   const uint32_t seen = amax_so_far(p.amax);
-  load_ring_params(p, at, memory);
+  load_ring_params(p, shape, at, memory);
   if (at.ranks.count > 1)
     cluster_sync();  // every block of the cluster has begun
   else
@@ -362,6 +463,11 @@ __global__ void __launch_bounds__(kRingThreads, 1)
   int slot = 0;
   unsigned phase = 0;
   RingExchange exchange;
+  const auto release_slot = [&](int i) {
+    finish_reads();
+    __syncwarp();
+    rows.fetch(i, p, shape, at, memory);
+  };
   // The padding of a columnwise copy may need a tile of its own.
   const int64_t end = kTiles ? p.ld : p.rows;
   for (int64_t base = rows.first; base < end; base += rows.stride) {
@@ -372,27 +478,31 @@ __global__ void __launch_bounds__(kRingThreads, 1)
       Vec8<T> in[kVecs];
       if (at.vecs > 0) barrier_wait(memory.full + slot, phase);
       take_ring_row(p, shape, at, memory, slot, begin, in);
-      finish_reads();
-      __syncwarp();
-      rows.fetch(slot, p, shape, at, memory);
-      if (++slot == shape.slots) slot = 0, phase ^= 1;
-
-      Statistics s = warp_statistics<kLayerNorm>(in, at);
+      constexpr bool kKeeps = kAny && !kTiles;  // the slot until the row is stored
+      if (!kKeeps) release_slot(slot);
+      Statistics s = warp_statistics<kLayerNorm, kAny>(in, at);
       if (at.parts > 1) s = exchange.combine<kLayerNorm>(s, count, at, memory);
       const float rstd = rstd_of(s.squares, count, p.eps);
       if (at.part == 0 && at.lane == 0) {
         if (kLayerNorm) p.mean[row] = s.mean;
         p.rstd[row] = rstd;
       }
-      if (!kTiles && !p.y && !p.scale) continue;
-      store_ring_row<kLayerNorm>(p, at, memory, in, s.mean, rstd, scale, begin, row - base, &amax);
+      if (kTiles || p.y || p.scale)
+        store_ring_row<kLayerNorm>(p, at, memory, in, s.mean, rstd, scale, begin, row - base,
+                                   kAny ? memory.slot(slot, shape) : nullptr, &amax);
+      if (kKeeps) release_slot(slot);
+      if (++slot == shape.slots) slot = 0, phase ^= 1;
     }
     if (kTiles) {
       const int64_t block_col = static_cast<int64_t>(at.ranks.rank) * at.block_vecs;
+      uint8_t* out = p.columnwise + block_col * kVec * p.ld;
+      const int cols =
+          static_cast<int>(min(p.cols - block_col * kVec, int64_t{at.block_vecs} * kVec));
       __syncthreads();
-      store_tile(memory.tile, rows.tile_rows, memory.pitch,
-                 static_cast<int>(min(at.total_vecs - block_col, int64_t{at.block_vecs})),
-                 p.columnwise + block_col * kVec * p.ld, p.rows, p.ld, base);
+      if (kAny && (p.ld | static_cast<int64_t>(reinterpret_cast<uintptr_t>(out))) % 8)
+        store_tile_any(memory.tile, rows.tile_rows, memory.pitch, cols, out, p.rows, p.ld, base);
+      else
+        store_tile<kAny>(memory.tile, rows.tile_rows, memory.pitch, cols, out, p.rows, p.ld, base);
       __syncthreads();
     }
   }
@@ -411,32 +521,37 @@ struct RingPlan {
 // fewest warps of a row whose shared memory suffices, for tiles with kRingFlight where that is
 // possible. Returns false where none does.
 template <typename T>
-bool fit_norm_ring(const NormFwd& p, int64_t limit, int64_t tile_rows, int64_t ranks,
+bool fit_norm_ring(const NormFwd& p, bool any, int64_t limit, int64_t tile_rows, int64_t ranks,
                    RingPlan* plan) {
-  const int64_t total = p.cols / kVec, params = (p.params.weight ? 1 : 0) + (p.params.bias ? 1 : 0);
+  const int64_t total = (p.cols + kVec - 1) / kVec;
+  const int64_t params = (p.params.weight || any ? 1 : 0) + (p.params.bias ? 1 : 0);
   const int64_t arrays = p.residual ? 2 : 1;
   const int64_t slice = (total + ranks - 1) / ranks;
   if (tile_rows * slice * kVec > limit) return false;
-  const int64_t most = 32 * (tile_rows ? kRingVecs<T, true> : kRingVecs<T, false>);
+  const int64_t most = 32 * (tile_rows ? kRingVecs<T, true, true>
+                             : any     ? kRingVecs<T, false, true> / arrays
+                                       : kRingVecs<T, false, false>);
   bool found = false;
   for (int64_t warps = (slice + most - 1) / most; warps <= kRingWarps; ++warps) {
     const int64_t vecs = (slice + warps - 1) / warps, groups = kRingWarps / warps;
     if (warps > 1 && vecs < 32) break;
     const int64_t tile = tile_rows * tile_pitch(static_cast<int>(warps * vecs));
-    const int64_t fixed =
-        warps * vecs * kVec * 4 * params + kRingWarps * 16 + groups * ranks * warps * 16 + tile;
-    const int64_t row = arrays * vecs * kVec * static_cast<int64_t>(sizeof(T));
+    const int64_t fixed = warps * vecs * kVec * 4 * params + kRingWarps * 16 +
+                          groups * ranks * warps * 16 + tile + (any ? kRunMargin : 0);
+    const int64_t row =
+        arrays * (vecs * kVec * static_cast<int64_t>(sizeof(T)) + (any ? kRunMargin : 0));
     const int64_t slot = kRingWarps * (row + 8);
     const int64_t slots = std::min<int64_t>((limit - fixed) / slot, kMaxRingSlots);
     if (fixed > limit || slots < 1) continue;
-    const int64_t flight = slots * groups * warps * row;
+    // A slot of any rows is not free before the row is stored.
+    const int64_t flight = (any && !tile_rows ? slots - 1 : slots) * groups * warps * row;
     if (found && flight < kRingFlight) continue;
     plan->ranks = ranks;
     plan->shape = {static_cast<int>(warps), static_cast<int>(vecs), static_cast<int>(slots),
-                   static_cast<int>(tile_rows)};
+                   static_cast<int>(tile_rows), any};
     plan->flight = flight;
     plan->shared_bytes = static_cast<size_t>(fixed + slots * slot);
-    if (!tile_rows || flight >= kRingFlight) return true;
+    if ((!tile_rows && !any) || flight >= kRingFlight) return true;
     found = true;
   }
   return found;
@@ -460,9 +575,9 @@ inline double norm_ring_time(const NormFwd& p, const RingPlan& plan, int64_t pro
 }
 
 // With a columnwise copy the plan of the least time, else the fewest blocks to a row whose shared
-// memory suffices.
+// memory suffices. any: of rows that vectors do not fit.
 template <typename T, bool kLayerNorm>
-bool plan_norm_ring(const NormFwd& p, int device, RingPlan* plan) {
+bool plan_norm_ring(const NormFwd& p, bool any, int device, RingPlan* plan) {
   const int64_t limit = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device) - 256;
   const int64_t most_ranks = most_norm_ranks(device);
   // Two rounds of tiles were faster, but for layer_norm without a residual.
@@ -471,12 +586,12 @@ bool plan_norm_ring(const NormFwd& p, int device, RingPlan* plan) {
   RingPlan fit;
   for (int64_t ranks = 1; ranks <= most_ranks; ranks *= 2) {
     if (!p.columnwise) {
-      if (!fit_norm_ring<T>(p, limit, 0, ranks, plan)) continue;
+      if (!fit_norm_ring<T>(p, any, limit, 0, ranks, plan)) continue;
       plan->rounds = rounds;
       return true;
     }
     for (const int64_t tile_rows : {kTallTileRows, kLeastTileRows}) {
-      if (!fit_norm_ring<T>(p, limit, tile_rows, ranks, &fit)) continue;
+      if (!fit_norm_ring<T>(p, any, limit, tile_rows, ranks, &fit)) continue;
       const int64_t processors = device_attribute(cudaDevAttrMultiProcessorCount, device);
       const double time = norm_ring_time(p, fit, processors);
       if (least > 0.0 && time >= least) continue;
@@ -490,8 +605,10 @@ bool plan_norm_ring(const NormFwd& p, int device, RingPlan* plan) {
 
 template <typename T, bool kLayerNorm>
 void launch_norm_ring(const NormFwd& p, const RingPlan& plan, int device, cudaStream_t stream) {
-  const auto kernel =
-      p.columnwise ? norm_ring_kernel<T, kLayerNorm, true> : norm_ring_kernel<T, kLayerNorm, false>;
+  const auto kernel = p.columnwise ? plan.shape.any ? norm_ring_kernel<T, kLayerNorm, true, true>
+                                                    : norm_ring_kernel<T, kLayerNorm, true, false>
+                      : plan.shape.any ? norm_ring_kernel<T, kLayerNorm, false, true>
+                                       : norm_ring_kernel<T, kLayerNorm, false, false>;
   const void* address = reinterpret_cast<const void*>(kernel);
   allow_shared(address);
   const int64_t tile_rows = p.columnwise ? plan.shape.tile_rows : kRingWarps / plan.shape.warps;
