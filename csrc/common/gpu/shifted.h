@@ -18,6 +18,24 @@ __device__ __forceinline__ void shift_words(uint32_t (&words)[kOut + 4], unsigne
   for (int i = 0; i < kOut; ++i) out[i] = __funnelshift_r(words[i], words[i + 1], 8 * (shift & 3));
 }
 
+// The vector that begins `shift` bytes into the words, of which n elements are kept.
+template <typename T>
+__device__ __forceinline__ Vec8<T> shifted_vec(uint32_t (&words)[2 * sizeof(T) + 4], unsigned shift,
+                                               int64_t n) {
+  constexpr int kWords = 2 * sizeof(T), kPerWord = 4 / sizeof(T);
+  Vec8<T> v;
+  shift_words<kWords>(words, shift, v.words);
+  if (n < kVec) {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      const int64_t left = n - i * kPerWord;
+      if (left <= 0) v.words[i] = 0;
+      if (kPerWord == 2 && left == 1) v.words[i] &= 0xFFFFu;
+    }
+  }
+  return v;
+}
+
 // The first n of 8 elements, zeros behind them. begin, end: the memory that may be read.
 template <typename T>
 __device__ __forceinline__ Vec8<T> load_shifted(const T* p, int64_t n, const T* begin,
@@ -37,18 +55,50 @@ __device__ __forceinline__ Vec8<T> load_shifted(const T* p, int64_t n, const T* 
     words[4 * i] = part.x, words[4 * i + 1] = part.y;
     words[4 * i + 2] = part.z, words[4 * i + 3] = part.w;
   }
-  Vec8<T> v;
-  shift_words<kWords>(words, shift, v.words);
-  if (n < kVec) {
-    constexpr int kPerWord = 4 / sizeof(T);
+  return shifted_vec<T>(words, shift, n);
+}
+
+// kCount such vectors, number i at address(i) with left(i) elements: without a branch between
+// their loads, so that all of them are in flight at once.
+template <int kCount, typename T, typename Address, typename Left>
+__device__ __forceinline__ void load_all_shifted(const Address& address, const Left& left,
+                                                 const T* begin, const T* end, Vec8<T>* out) {
+  constexpr int kParts = sizeof(T) / 2, kWords = 4 * kParts;
+  const auto shift_of = [&](int i) {
+    return static_cast<unsigned>(reinterpret_cast<uintptr_t>(address(i)) % 16);
+  };
+  const auto base_of = [&](int i) {
+    return reinterpret_cast<const uint8_t*>(address(i)) - shift_of(i);
+  };
+  const auto may_read = [&](int i) {
+    return base_of(i) >= reinterpret_cast<const uint8_t*>(begin) &&
+           base_of(i) + 16 * (kParts + 1) <= reinterpret_cast<const uint8_t*>(end);
+  };
+  uint32_t words[kCount][kWords + 4];
+  bool is_edge = false;
 #pragma unroll
-    for (int i = 0; i < kWords; ++i) {
-      const int64_t left = n - i * kPerWord;
-      if (left <= 0) v.words[i] = 0;
-      if (kPerWord == 2 && left == 1) v.words[i] &= 0xFFFFu;
+  for (int i = 0; i < kCount; ++i) {
+    const bool loads = left(i) > 0 && may_read(i);
+    is_edge |= left(i) > 0 && !may_read(i);
+#pragma unroll
+    for (int k = 0; k <= kParts; ++k) {
+      uint4 part = make_uint4(0, 0, 0, 0);
+      if (loads) part = reinterpret_cast<const uint4*>(base_of(i))[k];
+      words[i][4 * k] = part.x, words[i][4 * k + 1] = part.y;
+      words[i][4 * k + 2] = part.z, words[i][4 * k + 3] = part.w;
     }
   }
-  return v;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) out[i] = shifted_vec<T>(words[i], shift_of(i), left(i));
+  if (!is_edge) return;
+#pragma unroll 1
+  for (int i = 0; i < kCount; ++i) {
+    if (left(i) <= 0 || may_read(i)) continue;
+    const Vec8<T> v = load_partial(address(i), left(i));
+#pragma unroll
+    for (int k = 0; k < kCount; ++k)
+      if (k == i) out[k] = v;
+  }
 }
 
 // Writes bytes lo to hi - 1 of the 8 at an aligned address, in the largest accesses that fit.
