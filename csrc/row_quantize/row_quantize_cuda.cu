@@ -181,7 +181,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T, kAligned>)
       const uint2 codes = encode(p, values, [=](int) { return scale; });
       uint8_t* out = p.rowwise + (row + r) * p.cols + c;
       if (!kAligned)
-        store_codes_shifted(out, codes, p.cols - c, lane, 32, row + r < p.rows);
+        store_codes_of_lanes<32>(out - lane * kVec, codes,
+                                 row + r < p.rows ? p.cols - c + lane * kVec : 0, lane);
       else if (c < p.cols && row + r < p.rows)
         *reinterpret_cast<uint2*>(out) = codes;
     };
