@@ -135,22 +135,8 @@ __device__ __forceinline__ void store_bytes(uint8_t* out, const uint32_t* words,
   }
 }
 
-// The first n of 8 codes, zeros behind them. begin, end: the memory that may be read.
-__device__ __forceinline__ uint2 load_codes_shifted(const uint8_t* p, int64_t n,
-                                                    const uint8_t* begin, const uint8_t* end) {
-  const unsigned shift = reinterpret_cast<uintptr_t>(p) % 8;
-  const uint8_t* base = p - shift;
-  if (n <= 0) return make_uint2(0u, 0u);
-  if (base < begin || base + 16 > end) return load_codes_partial(p, n);
-  const uint2 low = *reinterpret_cast<const uint2*>(base),
-              high = *reinterpret_cast<const uint2*>(base + 8);
-  uint64_t bytes = uint64_t{low.y} << 32 | low.x;
-  if (shift) bytes = bytes >> 8 * shift | (uint64_t{high.y} << 32 | high.x) << (64 - 8 * shift);
-  return first_codes(make_uint2(static_cast<uint32_t>(bytes), static_cast<uint32_t>(bytes >> 32)),
-                     n);
-}
-
-// kCount such vectors, number i at address(i) with left(i) codes, all of whose loads are in flight.
+// kCount vectors of codes, number i the first left(i) of 8 at address(i), zeros behind them. All
+// loads are in flight. begin, end: the memory that may be read.
 template <int kCount, typename Address, typename Left>
 __device__ __forceinline__ void load_all_codes_shifted(const Address& address, const Left& left,
                                                        const uint8_t* begin, const uint8_t* end,
