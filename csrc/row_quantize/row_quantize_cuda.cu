@@ -3,7 +3,8 @@
 // Rows alone: some warps hold a row, or two, in registers, and read the rest of a long one again.
 // Columns, or both: amaxes first, by atomics on the tensors of the scales, then tiles of 128 x 128
 // (common/gpu/fp8_tile.h), which begin with what the first pass read last and the L2 cache still
-// has. The kernels start while the one before ends: only the first reads what another op may write.
+// has. Both read the matrix: columns alone go in slabs that stay in L2 between the passes. The
+// kernels start while the one before ends: only the first begins where another op may still write.
 #include <algorithm>
 
 #include "common/gpu/block_1x128.h"
@@ -19,11 +20,11 @@ namespace {
 using Tile = BlockTile;
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
-constexpr int kHeld = 8;                           // vectors of rows that a thread holds
-constexpr int64_t kWarpCols = 32 * kVec;           // columns of a warp's vectors
-constexpr int64_t kMaxBlocks = 1LL << 31;          // of rows; each then takes several
-constexpr int kStep = 4;                           // rows of a warp whose loads are in flight
-constexpr int64_t kAmaxRows = 4 * kStep * kWarps;  // of a block that looks for amaxes
+constexpr int kHeld = 8;                       // vectors of rows that a thread holds
+constexpr int64_t kWarpCols = 32 * kVec;       // columns of a warp's vectors
+constexpr int64_t kMaxBlocks = 1LL << 31;      // of rows; each then takes several
+constexpr int kStep = 4;                       // rows of a warp whose loads are in flight
+constexpr int64_t kAmaxRows = kStep * kWarps;  // of a step of a block that looks for amaxes
 static_assert(Tile::kThreads == kThreads, "a tile's threads");
 
 // Blocks of an SM, which bound the registers of a thread.
@@ -212,26 +213,27 @@ __global__ void __launch_bounds__(kThreads) clear_kernel(const RowQuantize p) {
   if (p.columnwise_scale_inv && i < p.cols) p.columnwise_scale_inv[i] = 0.0f;
 }
 
-// Raises the amaxes, bits in the tensors of the scales, to those of kAmaxRows rows of kWarpCols
-// columns.
+// Raises the amaxes, bits in the tensors of the scales, to those of block_rows rows (a multiple of
+// kAmaxRows) of kWarpCols columns. first_col: of the slab, a multiple of kWarpCols.
 template <typename T, bool kAligned>
-__global__ void __launch_bounds__(kThreads) amax_kernel(const RowQuantize p) {
+__global__ void __launch_bounds__(kThreads)
+    amax_kernel(const RowQuantize p, const int64_t first_col, const int64_t block_rows) {
   using M = Magnitude<T>;
   let_next_kernel_start();
   __shared__ uint32_t warps[kWarps][kWarpCols];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   // From the last on: the tiles begin with the first.
-  const int64_t above = (p.rows + kAmaxRows - 1) / kAmaxRows - 1 - block_row();
-  const int64_t row0 = above * kAmaxRows;
-  const int64_t first = static_cast<int64_t>(gridDim.x - 1 - blockIdx.x) * kWarpCols;
+  const int64_t above = (p.rows + block_rows - 1) / block_rows - 1 - block_row();
+  const int64_t row0 = above * block_rows;
+  const int64_t first = first_col + (gridDim.x - 1 - blockIdx.x) * kWarpCols;
   const int64_t col = first + lane * kVec;
   if (above < 0) return;
-  const int64_t end = min(p.rows, row0 + kAmaxRows);
+  const int64_t end = min(p.rows, row0 + block_rows);
   const Vec8<float> factors = factors_of<kAligned>(p, col);
   uint32_t amaxes[kVec] = {};
   bool has_waited = false;
 #pragma unroll 1
-  for (int64_t r0 = row0 + warp; r0 < end; r0 += kStep * kWarps) {
+  for (int64_t r0 = row0 + warp; r0 < end; r0 += kAmaxRows) {
     Vec8<T> in[kStep];
     load<kStep, T, kAligned>(
         p, [&](int i) { return r0 + i * kWarps; }, [&](int) { return col; }, in);
@@ -285,12 +287,13 @@ __global__ void __launch_bounds__(kThreads) amax_kernel(const RowQuantize p) {
 // Casts a tile by the scales of the amaxes.
 template <typename T, bool kAligned>
 __global__ void __launch_bounds__(kThreads, kBlocks<T, kAligned>)
-    tiles_kernel(const RowQuantize p) {
+    tiles_kernel(const RowQuantize p, const int64_t first_col) {
   let_next_kernel_start();
   __shared__ __align__(16) uint2 tile[Tile::kSharedWords];
   __shared__ __align__(16) float scales[2 * kBlock];  // of rows, of columns
   const int lane = threadIdx.x % Tile::kLanes, group = threadIdx.x / Tile::kLanes;
-  const Tile::Place at(p.rows, p.cols, lane, group);
+  Tile::Place at(p.rows, p.cols, lane, group);
+  at.col0 += first_col, at.col += first_col;
   if (at.row0 >= p.rows) return;
   Vec8<T> in[kVec];
   load<kVec, T, kAligned>(p, [&](int i) { return at.row + i; }, [&](int) { return at.col; }, in);
@@ -353,6 +356,16 @@ void launch_rows(const RowQuantize& p, int64_t warps, cudaStream_t stream) {
   check_cuda(cudaGetLastError(), "row_quantize");
 }
 
+// Columns of a slab: all where rows need amaxes of all, where the matrix stays in the L2 cache
+// anyway, and where not even a warp's columns do.
+int64_t slab_cols(const RowQuantize& p, int64_t size) {
+  const int64_t most = device_attribute(cudaDevAttrL2CacheSize) / 3, column = p.rows * size;
+  if (p.rowwise || p.cols * column <= most || kWarpCols * column > most) return p.cols;
+  const int64_t slabs = (p.cols * column + most - 1) / most;
+  const int64_t warps = (p.cols + slabs * kWarpCols - 1) / (slabs * kWarpCols);
+  return std::min(warps, most / (kWarpCols * column)) * kWarpCols;
+}
+
 template <typename T, bool kAligned>
 void launch(const RowQuantize& p, cudaStream_t stream) {
   if (!p.columnwise_scale_inv) {
@@ -371,12 +384,15 @@ void launch(const RowQuantize& p, cudaStream_t stream) {
   const auto line_blocks = static_cast<unsigned>((lines + kThreads - 1) / kThreads);
   clear_kernel<<<line_blocks, kThreads, 0, stream>>>(p);
   check_cuda(cudaGetLastError(), "row_quantize");
-  if (p.rows > 0 && p.cols > 0) {
-    const dim3 grid = grid_of((p.rows + kAmaxRows - 1) / kAmaxRows,
-                              (p.cols + kWarpCols - 1) / kWarpCols, "row_quantize");
-    launch_dependent_grid(amax_kernel<T, kAligned>, grid, kThreads, 0, stream, p);
-    launch_dependent_grid(tiles_kernel<T, kAligned>, Tile::grid(p.rows, p.cols, "row_quantize"),
-                          kThreads, 0, stream, p);
+  const int64_t width = p.rows > 0 ? slab_cols(p, sizeof(T)) : p.cols;
+  const int64_t block_rows = (width < p.cols ? 2 : 4) * kAmaxRows;
+  for (int64_t col = 0; col < p.cols && p.rows > 0; col += width) {
+    const int64_t cols = std::min(width, p.cols - col);
+    const dim3 grid = grid_of((p.rows + block_rows - 1) / block_rows,
+                              (cols + kWarpCols - 1) / kWarpCols, "row_quantize");
+    launch_dependent_grid(amax_kernel<T, kAligned>, grid, kThreads, 0, stream, p, col, block_rows);
+    launch_dependent_grid(tiles_kernel<T, kAligned>, Tile::grid(p.rows, cols, "row_quantize"),
+                          kThreads, 0, stream, p, col);
   }
   launch_dependent(scale_kernel, line_blocks, kThreads, stream, p);
 }
