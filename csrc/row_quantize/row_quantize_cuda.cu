@@ -349,21 +349,24 @@ __global__ void __launch_bounds__(kThreads) scale_kernel(const RowQuantize p) {
 
 template <typename T, bool kAligned, int kRows>
 void launch_rows(const RowQuantize& p, int64_t warps, cudaStream_t stream) {
-  const int team_warps = static_cast<int>(warps), teams = kWarps / team_warps;
+  const int team_warps = static_cast<int>(warps);
+  const int teams = team_warps == 1 ? kWarps : 1;  // of a warp each, which needs no barrier
   const int64_t blocks = (p.rows + teams * kRows - 1) / (teams * kRows);
   rows_kernel<T, kAligned, kRows><<<static_cast<unsigned>(std::min(blocks, kMaxBlocks - 1)),
                                     32 * teams * team_warps, 0, stream>>>(p, team_warps);
   check_cuda(cudaGetLastError(), "row_quantize");
 }
 
-// Columns of a slab: all where rows need amaxes of all, where the matrix stays in the L2 cache
-// anyway, and where not even a warp's columns do.
+// Columns of a slab: all where rows need amaxes of all, where most of the matrix stays in the L2
+// cache anyway, where not even a warp's columns do, and where launches would take long.
 int64_t slab_cols(const RowQuantize& p, int64_t size) {
+  constexpr int64_t kMostSlabs = 8;
   const int64_t most = device_attribute(cudaDevAttrL2CacheSize) / 3, column = p.rows * size;
-  if (p.rowwise || p.cols * column <= most || kWarpCols * column > most) return p.cols;
-  const int64_t slabs = (p.cols * column + most - 1) / most;
-  const int64_t warps = (p.cols + slabs * kWarpCols - 1) / (slabs * kWarpCols);
-  return std::min(warps, most / (kWarpCols * column)) * kWarpCols;
+  if (p.rowwise || p.cols * column <= 2 * most || kWarpCols * column > most) return p.cols;
+  const int64_t strips = (p.cols + kWarpCols - 1) / kWarpCols,
+                of_slab = most / (kWarpCols * column);
+  const int64_t slabs = (strips + of_slab - 1) / of_slab;
+  return slabs > kMostSlabs ? p.cols : (strips + slabs - 1) / slabs * kWarpCols;
 }
 
 template <typename T, bool kAligned>
@@ -373,10 +376,12 @@ void launch(const RowQuantize& p, cudaStream_t stream) {
     const auto warps_of = [&](int64_t vecs) {  // that hold so many of a row
       return std::max<int64_t>((p.cols + vecs * kWarpCols - 1) / (vecs * kWarpCols), 1);
     };
-    const int64_t of_two = warps_of(kHeld / 2);
-    if (!kAligned || of_two <= kWarps)
+    // Two rows at once where they are short, or one would leave more than an eighth unused.
+    const int64_t of_two = warps_of(kHeld / 2), of_one = warps_of(kHeld);
+    const bool fills = 8 * p.cols >= 7 * of_one * kHeld * kWarpCols;
+    if (!kAligned || of_two <= kWarps / 2 || (of_two <= kWarps && !fills))
       return launch_rows<T, kAligned, 2>(p, std::min<int64_t>(of_two, kWarps), stream);
-    const int64_t warps = std::min<int64_t>(warps_of(kHeld), kWarps);
+    const int64_t warps = std::min<int64_t>(of_one, kWarps);
     return launch_rows<T, true, 1>(p, warps, stream);
   }
   const int64_t lines = std::max(p.cols, p.rowwise_scale_inv ? p.rows : 0);
