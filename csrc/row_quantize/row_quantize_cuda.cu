@@ -26,6 +26,7 @@ constexpr int64_t kMaxBlocks = 1LL << 31;      // of rows; each then takes sever
 constexpr int kStep = 4;                       // rows of a warp whose loads are in flight
 constexpr int64_t kAmaxRows = kStep * kWarps;  // of a step of a block that looks for amaxes
 static_assert(Tile::kThreads == kThreads, "a tile's threads");
+static_assert(kWarpCols == kThreads, "a thread for each amax of a warp's columns");
 
 // Blocks of an SM, which bound the registers of a thread.
 template <typename T, bool kAligned>
@@ -210,7 +211,7 @@ __global__ void __launch_bounds__(kThreads) clear_kernel(const RowQuantize p) {
   let_next_kernel_start();
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (p.rowwise_scale_inv && i < p.rows) p.rowwise_scale_inv[i] = 0.0f;
-  if (p.columnwise_scale_inv && i < p.cols) p.columnwise_scale_inv[i] = 0.0f;
+  if (i < p.cols) p.columnwise_scale_inv[i] = 0.0f;
 }
 
 // Raises the amaxes, bits in the tensors of the scales, to those of block_rows rows (a multiple of
@@ -220,7 +221,8 @@ __global__ void __launch_bounds__(kThreads)
     amax_kernel(const RowQuantize p, const int64_t first_col, const int64_t block_rows) {
   using M = Magnitude<T>;
   let_next_kernel_start();
-  __shared__ uint32_t warps[kWarps][kWarpCols];
+  constexpr int kPitch = 36;  // of the warp's column i of each lane: no bank conflicts
+  __shared__ uint32_t warps[kWarps][kVec * kPitch];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   // From the last on: the tiles begin with the first.
   const int64_t above = (p.rows + block_rows - 1) / block_rows - 1 - block_row();
@@ -233,10 +235,9 @@ __global__ void __launch_bounds__(kThreads)
   uint32_t amaxes[kVec] = {};
   bool has_waited = false;
 #pragma unroll 1
-  for (int64_t r0 = row0 + warp; r0 < end; r0 += kAmaxRows) {
+  for (int64_t r0 = row0 + warp * kStep; r0 < end; r0 += kAmaxRows) {
     Vec8<T> in[kStep];
-    load<kStep, T, kAligned>(
-        p, [&](int i) { return r0 + i * kWarps; }, [&](int) { return col; }, in);
+    load<kStep, T, kAligned>(p, [&](int i) { return r0 + i; }, [&](int) { return col; }, in);
     uint32_t of_lane = 0;  // lane i gets the amax of row i
 #pragma unroll
     for (int i = 0; i < kStep; ++i) {
@@ -265,22 +266,20 @@ __global__ void __launch_bounds__(kThreads)
     if (!p.rowwise_scale_inv) continue;
     if (!has_waited) wait_for_previous_kernel();
     has_waited = true;
-    const int64_t r = r0 + lane * kWarps;
-    if (lane < kStep && r < end) raise(p.rowwise_scale_inv, r, of_lane);
+    if (lane < kStep && r0 + lane < end) raise(p.rowwise_scale_inv, r0 + lane, of_lane);
   }
   if (!has_waited) wait_for_previous_kernel();
-  if (!p.columnwise_scale_inv) return;
 #pragma unroll
   for (int i = 0; i < kVec; ++i)
-    warps[warp][i * 32 + lane] =
+    warps[warp][i * kPitch + lane] =
         p.column_scale ? amaxes[i] : M::bits(amaxes[i / M::kPerWord], i % M::kPerWord);
   __syncthreads();
-  const int i = threadIdx.x / 32;  // column `i` of a lane's eight
-  const int64_t c = first + lane * kVec + i;
+  const int64_t c = first + threadIdx.x;
   if (c >= p.cols) return;
   uint32_t amax = 0;
 #pragma unroll
-  for (int w = 0; w < kWarps; ++w) amax = max(amax, warps[w][i * 32 + lane]);
+  for (int w = 0; w < kWarps; ++w)
+    amax = max(amax, warps[w][threadIdx.x % kVec * kPitch + threadIdx.x / kVec]);
   raise(p.columnwise_scale_inv, c, amax);
 }
 
@@ -319,7 +318,6 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T, kAligned>)
     kAligned ? Tile::store_rows<true>(p.rowwise, p.cols, at, codes)
              : Tile::store_rows_any(p.rowwise, at, codes);
   }
-  if (!p.columnwise) return;
   float by[kVec];
 #pragma unroll
   for (int c = 0; c < kVec; ++c) by[c] = scales[kBlock + lane * kVec + c];
@@ -376,10 +374,11 @@ void launch(const RowQuantize& p, cudaStream_t stream) {
     const auto warps_of = [&](int64_t vecs) {  // that hold so many of a row
       return std::max<int64_t>((p.cols + vecs * kWarpCols - 1) / (vecs * kWarpCols), 1);
     };
-    // Two rows at once where they are short, or one would leave more than an eighth unused.
+    // Two rows at once where one would leave more than an eighth of its warps' vectors unused, or
+    // where they share scales of columns.
     const int64_t of_two = warps_of(kHeld / 2), of_one = warps_of(kHeld);
     const bool fills = 8 * p.cols >= 7 * of_one * kHeld * kWarpCols;
-    if (!kAligned || of_two <= kWarps / 2 || (of_two <= kWarps && !fills))
+    if (!kAligned || (of_two <= kWarps && (p.column_scale || !fills)))
       return launch_rows<T, kAligned, 2>(p, std::min<int64_t>(of_two, kWarps), stream);
     const int64_t warps = std::min<int64_t>(of_one, kWarps);
     return launch_rows<T, true, 1>(p, warps, stream);
