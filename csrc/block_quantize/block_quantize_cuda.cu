@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T, Format, kAligned>)
 }
 
 template <typename T, typename Format, bool kAligned>
-__global__ void __launch_bounds__(kThreads, kBlocks128x128<T>)
+__global__ void __launch_bounds__(kThreads, kAligned ? kBlocks128x128<T> : 2)
     block_128x128_kernel(const Params p) {
   __shared__ Block128x128Shared shared;
   const Tile::Place at(p.rows, p.cols, threadIdx.x % Tile::kLanes, threadIdx.x / Tile::kLanes);

@@ -18,13 +18,14 @@ __global__ void __launch_bounds__(Tile::kThreads, 2) byte_transpose_kernel(const
   const uint8_t *from = p.codes + (matrix * p.rows + at.row) * p.cols + at.col,
                 *end = p.codes + gridDim.y * p.rows * p.cols;
   uint2 codes[Tile::kRows];
+  const auto address = [&](int r) { return from + r * p.cols; };
+  const auto left = [&](int r) { return at.row + r < p.rows ? p.cols - at.col : 0; };
+  if constexpr (kAligned) {
 #pragma unroll
-  for (int r = 0; r < Tile::kRows; ++r, from += p.cols) {
-    const int64_t n = at.row + r < p.rows ? p.cols - at.col : 0;
-    if (kAligned)
-      codes[r] = n > 0 ? *reinterpret_cast<const uint2*>(from) : make_uint2(0, 0);
-    else
-      codes[r] = load_codes_shifted(from, n, p.codes, end);
+    for (int r = 0; r < Tile::kRows; ++r)
+      codes[r] = left(r) > 0 ? *reinterpret_cast<const uint2*>(address(r)) : make_uint2(0, 0);
+  } else {
+    load_all_codes_shifted<Tile::kRows>(address, left, p.codes, end, codes);
   }
   Tile::stage_columns(codes, tile);
   __syncthreads();

@@ -6,6 +6,7 @@
 // the ring of cross_entropy_ring.h. What does not fit in shared memory is read twice, soon enough
 // to be still in L2. The gradient from known statistics needs no row at once: persistent blocks
 // take pieces of rows.
+#include "common/gpu/dependent_launch.h"
 #include "common/numerics/with_dtype.h"
 #include "cross_entropy/cross_entropy_ring.h"
 #include "cross_entropy/cross_entropy_row.h"
@@ -15,12 +16,23 @@ APEX_TE_LIBRARY()
 namespace apex_te {
 namespace {
 
-// A row of at most kThreads * kVecs vectors; the gradient is aligned as the logits are.
-template <typename T, int kThreads, int kVecs>
-__global__ void __launch_bounds__(kThreads, 1024 / kThreads)
+// Rows of a block of the kernel of short rows: a multiprocessor has no more than 32 blocks.
+template <int kThreads>
+constexpr int kBlockRows = kThreads == 32 ? 4 : 1;
+// Threads of a multiprocessor, at least, which bounds their registers.
+template <typename T, bool kGrad>
+constexpr int kThreadsOfSM = kGrad || sizeof(T) == 4 ? 1024 : 1536;
+
+// A row of at most kThreads * kVecs vectors; the gradient, if wanted, is aligned as the logits are.
+template <typename T, int kThreads, int kVecs, bool kGrad>
+__global__ void __launch_bounds__(kThreads* kBlockRows<kThreads>,
+                                  kThreadsOfSM<T, kGrad> / kThreads / kBlockRows<kThreads>)
     cross_entropy_fwd_short_kernel(const Params p) {
   __shared__ BlockScratch<kThreads> scratch;
-  const int64_t r = blockIdx.x, target = p.target[r];
+  const int64_t r = blockIdx.x * int64_t{kBlockRows<kThreads>} + threadIdx.y;
+  wait_for_previous_kernel();
+  if (kBlockRows<kThreads> > 1 && r >= p.rows) return;
+  const int64_t target = p.target[r];
   const Row<T> row(p.logits, r, p.cols);
   const int end = row.num_vecs;
   Vec8<T> in[kVecs];
@@ -39,7 +51,10 @@ __global__ void __launch_bounds__(kThreads, 1024 / kThreads)
   Stats stats{block_max(max, scratch), 0.0f, 0.0f};
   stats.exp_sum = fast_exp(edge_logit - stats.max);
 #pragma unroll
-  for (int k = 0; k < kVecs; ++k) add_exps(in[k], stats);
+  for (int k = 0; k < kVecs; ++k) {
+    if (k * kThreads >= end) break;
+    add_exps(in[k], stats);
+  }
   const uint32_t zero = hidden_zero(p);
   const bool with_sum = p.label_smoothing != 0.0f;
   if (with_sum) {
@@ -52,11 +67,12 @@ __global__ void __launch_bounds__(kThreads, 1024 / kThreads)
   }
   const RowGrad g = finish_row(p, r, target, target_logit, block_sum(stats, with_sum, scratch),
                                grad_factor(num_valid), threadIdx.x == 0);
-  if (!p.grad) return;
+  if (!kGrad) return;
   T* grad = static_cast<T*>(p.grad) + r * p.cols;
 #pragma unroll
   for (int k = 0; k < kVecs; ++k) {
     const int i = threadIdx.x + k * kThreads;
+    if (k * kThreads >= end) break;
     read_anew(in[k], zero);
     if (i < end) store_grad<T, true>(grad, row.col(i), in[k], g);
   }
@@ -71,6 +87,7 @@ __global__ void __launch_bounds__(kThreads)
   extern __shared__ __align__(16) unsigned char chunks[];
   T* const kept_row = reinterpret_cast<T*>(chunks);
   __shared__ BlockScratch<kThreads> scratch;
+  wait_for_previous_kernel();
   const int64_t r = blockIdx.x, target = p.target[r];
   if (target == p.target.ignore_index) return clear_row<T>(p, r, kThreads);
   const Row<T> row(p.logits, r, p.cols);
@@ -92,6 +109,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
       const int i = begin + k * kThreads;
+      if (i - static_cast<int>(threadIdx.x) >= end) break;
       if (p.grad && i < min(end, kept)) store_vec(kept_row + i * kVec, in[k]);
       add_exps(in[k], stats);
       if (with_sum && i < end) stats.sum += sum_of(in[k]);
@@ -137,23 +155,31 @@ void launch_loop(const Params& p, cudaStream_t stream) {
   const int64_t allowed = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - kReserved;
   const int kept = static_cast<int>(min(wanted, allowed)) / kVecBytes;
   allow_shared(reinterpret_cast<const void*>(kernel));
-  kernel<<<static_cast<unsigned>(p.rows), kThreads, kept * kVecBytes, stream>>>(p, kept);
+  launch_dependent_shared(kernel, p.rows, kThreads, kept * kVecBytes, stream, p, kept);
+}
+
+template <typename T, int kThreads>
+void launch_short(const Params& p, cudaStream_t stream) {
+  constexpr int kRows = kBlockRows<kThreads>;
+  launch_dependent_grid(p.grad ? cross_entropy_fwd_short_kernel<T, kThreads, 4, true>
+                               : cross_entropy_fwd_short_kernel<T, kThreads, 4, false>,
+                        dim3(static_cast<unsigned>((p.rows + kRows - 1) / kRows)),
+                        dim3(kThreads, kRows), 0, stream, p);
 }
 
 template <typename T>
 void launch_fwd(const Params& p, cudaStream_t stream) {
   if (!p.rows) return;
-  const auto blocks = static_cast<unsigned>(p.rows);
   const int64_t vecs = p.cols / kVec, bytes = p.cols * sizeof(T);
   const auto offset = reinterpret_cast<uintptr_t>(p.logits) - reinterpret_cast<uintptr_t>(p.grad);
   if (p.grad && offset % (kVec * sizeof(T)))
     launch_loop<T, 512, false>(p, stream);
   else if (vecs <= 128)  // a warp's row needs no barrier
-    cross_entropy_fwd_short_kernel<T, 32, 4><<<blocks, 32, 0, stream>>>(p);
+    launch_short<T, 32>(p, stream);
   else if (vecs <= 256)
-    cross_entropy_fwd_short_kernel<T, 64, 4><<<blocks, 64, 0, stream>>>(p);
+    launch_short<T, 64>(p, stream);
   else if (vecs <= 512)
-    cross_entropy_fwd_short_kernel<T, 128, 4><<<blocks, 128, 0, stream>>>(p);
+    launch_short<T, 128>(p, stream);
   else if (bytes <= 24 << 10)
     launch_loop<T, 128, true>(p, stream);
   else if (bytes <= 72 << 10)
@@ -182,6 +208,7 @@ __device__ __forceinline__ V sum_of_block(V value, V* shared) {
 
 __global__ void __launch_bounds__(kSumThreads)
     cross_entropy_count_kernel(const Targets target, int32_t* num_valid) {
+  let_next_kernel_start();
   __shared__ int32_t warps[kSumThreads / 32];
   int32_t count = 0;
   const int64_t step = int64_t{gridDim.x} * kSumThreads;
@@ -211,53 +238,80 @@ constexpr int kBwdThreads = 128, kBwdBlocks = 8;  // blocks a multiprocessor
 template <typename T>
 constexpr int kPiece = kBwdThreads * 8 / static_cast<int>(sizeof(T));
 
-// kVectors: the gradient is aligned as the logits are, which it may overwrite.
-template <typename T, bool kVectors>
+// kVectors: the gradient is aligned as the logits are, which it may overwrite. kRows: rows that a
+// block takes at once, of a vector a thread, or 1.
+template <typename T, bool kVectors, int kRows>
 __global__ void __launch_bounds__(kBwdThreads, kBwdBlocks)
     cross_entropy_bwd_kernel(const Params p, const GradOutput grad_output, const int pieces) {
-  constexpr int kSteps = kPiece<T> / kBwdThreads;
+  constexpr int kSteps = kPiece<T> / kBwdThreads / kRows;  // vectors of a row
   if (grad_output.made && *grad_output.data == 1.0f) return;
   const int32_t num_valid = num_valid_of(p);
-  for (int64_t i = blockIdx.x; i < p.rows * pieces; i += gridDim.x) {
-    const int64_t r = i / pieces, target = p.target[r];
-    const int first = static_cast<int>(i - r * pieces) * kPiece<T> + static_cast<int>(threadIdx.x);
-    const Row<T> row(p.logits, r, p.cols);
-    T* grad = static_cast<T*>(p.grad) + r * p.cols;
-    Vec8<T> in[kSteps];
+  const int64_t groups = (p.rows + kRows - 1) / kRows * pieces;
+  for (int64_t i = blockIdx.x; i < groups; i += gridDim.x) {
+    const int64_t group = pieces == 1 ? i : i / pieces;
+    const int64_t r0 = group * kRows;
+    const int piece = static_cast<int>(i - group * pieces);
+    const int first = piece * kPiece<T> + static_cast<int>(threadIdx.x);
+    Vec8<T> in[kRows][kSteps];
+    int64_t target[kRows];
+    float2 stats[kRows];
 #pragma unroll
-    for (int k = 0; k < kSteps; ++k)
-      in[k] = load_or_neutral(row.data + row.head, first + k * kBwdThreads, row.num_vecs);
-    const int edge = i == r * pieces ? row.edge_col() : -1;
-    float edge_logit = edge >= 0 ? row.at(edge) : -INFINITY;
-    RowGrad g{0.0f, 0.0f, 0.0f, 0.0f, -1};  // of neutral logits: 0
-    if (target != p.target.ignore_index) {
-      const float2 stats = p.stats[r];
-      g = row_grad(p, target, stats.x, stats.y, grad_factor(num_valid, grad_output[r]));
-    } else {
+    for (int n = 0; n < kRows; ++n) {
+      const int64_t r = r0 + n < p.rows ? r0 + n : p.rows - 1;  // what exists
+      const Row<T> row(p.logits, r, p.cols);
 #pragma unroll
-      for (int k = 0; k < kSteps; ++k) in[k] = load_or_neutral(row.data, 0, 0);
-      edge_logit = -INFINITY;
+      for (int k = 0; k < kSteps; ++k)
+        in[n][k] = load_or_neutral(row.data + row.head, first + k * kBwdThreads, row.num_vecs);
+      target[n] = p.target[r];
+      stats[n] = p.stats[r];
     }
 #pragma unroll
-    for (int k = 0; k < kSteps; ++k) {
-      const int v = first + k * kBwdThreads;
-      if (v < row.num_vecs) store_grad<T, kVectors>(grad, row.col(v), in[k], g);
+    for (int n = 0; n < kRows; ++n) {
+      const int64_t r = r0 + n;
+      if (r >= p.rows) break;
+      const Row<T> row(p.logits, r, p.cols);
+      T* grad = static_cast<T*>(p.grad) + r * p.cols;
+      const int edge = piece == 0 ? row.edge_col() : -1;
+      float edge_logit = edge >= 0 ? row.at(edge) : -INFINITY;
+      RowGrad g{0.0f, 0.0f, 0.0f, 0.0f, -1};  // of neutral logits: 0
+      if (target[n] != p.target.ignore_index) {
+        g = row_grad(p, target[n], stats[n].x, stats[n].y, grad_factor(num_valid, grad_output[r]));
+      } else {
+#pragma unroll
+        for (int k = 0; k < kSteps; ++k) in[n][k] = load_or_neutral(row.data, 0, 0);
+        edge_logit = -INFINITY;
+      }
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) {
+        const int v = first + k * kBwdThreads;
+        if (v < row.num_vecs) store_grad<T, kVectors>(grad, row.col(v), in[n][k], g);
+      }
+      if (edge >= 0) store_edge_grad(grad, edge, edge_logit, g);
     }
-    if (edge >= 0) store_edge_grad(grad, edge, edge_logit, g);
   }
+}
+
+template <typename T, bool kVectors, int kRows>
+void launch_bwd_rows(const Params& p, const GradOutput& grad_output, cudaStream_t stream) {
+  const int64_t vecs = p.cols / kVec;
+  const int pieces = static_cast<int>(max(int64_t{1}, (vecs + kPiece<T> - 1) / kPiece<T>));
+  const int64_t at_once = device_attribute(cudaDevAttrMultiProcessorCount) * kBwdBlocks;
+  const int64_t groups = (p.rows + kRows - 1) / kRows * pieces;
+  cross_entropy_bwd_kernel<T, kVectors, kRows>
+      <<<static_cast<unsigned>(min(groups, at_once)), kBwdThreads, 0, stream>>>(p, grad_output,
+                                                                                pieces);
 }
 
 template <typename T>
 void launch_bwd(const Params& p, const GradOutput& grad_output, cudaStream_t stream) {
   if (!p.rows) return;
   const auto offset = reinterpret_cast<uintptr_t>(p.logits) - reinterpret_cast<uintptr_t>(p.grad);
-  const int64_t vecs = p.cols / kVec;
-  const int pieces = static_cast<int>(max(int64_t{1}, (vecs + kPiece<T> - 1) / kPiece<T>));
-  const int64_t at_once = device_attribute(cudaDevAttrMultiProcessorCount) * kBwdBlocks;
-  const auto blocks = static_cast<unsigned>(min(p.rows * pieces, at_once));
-  const auto kernel = offset % (kVec * sizeof(T)) ? cross_entropy_bwd_kernel<T, false>
-                                                  : cross_entropy_bwd_kernel<T, true>;
-  kernel<<<blocks, kBwdThreads, 0, stream>>>(p, grad_output, pieces);
+  if (offset % (kVec * sizeof(T)))
+    launch_bwd_rows<T, false, 1>(p, grad_output, stream);
+  else if (p.cols / kVec <= kBwdThreads)
+    launch_bwd_rows<T, true, kPiece<T> / kBwdThreads>(p, grad_output, stream);
+  else
+    launch_bwd_rows<T, true, 1>(p, grad_output, stream);
   check_cuda(cudaGetLastError(), "cross_entropy_bwd");
 }
 

@@ -132,11 +132,12 @@ struct BlockScratch {
   float values[3][kThreads / 32];
 };
 
-// The largest value of the block, in every thread.
+// The largest value of the threads of a row, in each of them. The rows of warps need no barrier.
 template <int kThreads>
 __device__ __forceinline__ float block_max(float value, BlockScratch<kThreads>& scratch) {
   constexpr int kWarps = kThreads / 32;
   value = warp_fmax(value);
+  if constexpr (kWarps == 1) return value;
   if (threadIdx.x % 32 == 0) scratch.values[0][threadIdx.x / 32] = value;
   __syncthreads();
   return warp_fmax(scratch.values[0][threadIdx.x % kWarps]);
@@ -149,6 +150,7 @@ __device__ __forceinline__ Stats block_sum(const Stats& stats, bool with_sum,
   constexpr int kWarps = kThreads / 32;
   const float exp_sum = warp_sum(stats.exp_sum);
   const float sum = with_sum ? warp_sum(stats.sum) : 0.0f;
+  if constexpr (kWarps == 1) return {stats.max, exp_sum, sum};
   if (threadIdx.x % 32 == 0) {
     scratch.values[1][threadIdx.x / 32] = exp_sum;
     scratch.values[2][threadIdx.x / 32] = sum;

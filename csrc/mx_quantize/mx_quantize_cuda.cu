@@ -90,6 +90,7 @@ __device__ __forceinline__ void store_scale_groups(uint8_t* out, int64_t num_blo
 template <typename T, typename Format, bool kAligned>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSM<T>) mx_quantize_kernel(const Params p) {
   using M = Magnitude<T>;
+  let_next_kernel_start();
   __shared__ __align__(16) uint2 tile[Tile::kSharedWords];
   __shared__ __align__(16) uint8_t scales[2][kBlocks * kTileSide];  // of rows, of columns
   const int warp = threadIdx.x / 32;
@@ -114,7 +115,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSM<T>) mx_quantize_kernel(
       codes[r] = encode_values<Format>(values, multiplier_of(of_rows, r));
     }
     kAligned ? Tile::store_rows<true>(p.rowwise, p.cols, at, codes)
-             : Tile::store_rows_any(p.rowwise, at, codes, 8);
+             : Tile::store_rows_any<8>(p.rowwise, at, codes);
   }
   if (p.columnwise) {
     const uint2 of_cols = scale_codes<T, Format, 8>(cols, p.use_floor);

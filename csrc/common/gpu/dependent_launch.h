@@ -29,7 +29,7 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
 // Launches a kernel that calls wait_for_previous_kernel before it reads what that one writes. The
 // caller knows the kernel before it: one that is not its own may have let it start at any time.
 template <typename... Params, typename... Args>
-void launch_dependent_grid(void (*kernel)(Params...), dim3 grid, int threads, size_t shared_bytes,
+void launch_dependent_grid(void (*kernel)(Params...), dim3 grid, dim3 threads, size_t shared_bytes,
                            cudaStream_t stream, Args&&... args) {
 #if defined(__HIP_PLATFORM_AMD__)
   kernel<<<grid, threads, shared_bytes, stream>>>(std::forward<Args>(args)...);
@@ -37,7 +37,7 @@ void launch_dependent_grid(void (*kernel)(Params...), dim3 grid, int threads, si
 #else
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
-  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.blockDim = threads;
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
   cudaLaunchAttribute attribute = {};

@@ -27,14 +27,14 @@ __global__ void __launch_bounds__(kDequantizeThreads)
   if (kAligned && (row >= p.rows || col >= p.cols)) return;
   uint2 codes[kDequantizeRows];
   float factors[kDequantizeRows];
+  const auto from = [&](int r) { return p.codes + (row + r) * p.cols + col; };
+  const auto left = [&](int r) { return row + r < p.rows ? p.cols - col : 0; };
+  if constexpr (kAligned) {
 #pragma unroll
-  for (int r = 0; r < kDequantizeRows; ++r) {
-    const uint8_t* from = p.codes + (row + r) * p.cols + col;
-    const int64_t left = row + r < p.rows ? p.cols - col : 0;
-    if (kAligned)
-      codes[r] = left ? *reinterpret_cast<const uint2*>(from) : make_uint2(0u, 0u);
-    else
-      codes[r] = load_codes_shifted(from, left, p.codes, p.codes + p.rows * p.cols);
+    for (int r = 0; r < kDequantizeRows; ++r)
+      codes[r] = left(r) ? *reinterpret_cast<const uint2*>(from(r)) : make_uint2(0u, 0u);
+  } else {
+    load_all_codes_shifted<kDequantizeRows>(from, left, p.codes, p.codes + p.rows * p.cols, codes);
   }
 #pragma unroll
   for (int r = 0; r < kDequantizeRows; ++r)

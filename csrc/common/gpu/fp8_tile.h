@@ -138,24 +138,30 @@ struct FP8Tile {
   }
 
   // load, store_rows and store_columns of a dense matrix at any alignment, with rows of any length,
-  // in vectors even so. All threads of a warp call store_rows_any, of which `lanes` neighbours
-  // share a row.
+  // in vectors even so. All threads of a warp call store_rows_any, of which kRowLanes
+  // neighbours share a row.
   template <typename T>
   static __device__ __forceinline__ void load_any(const T* x, const Place& at, Vec8<T>* in) {
     if (at.cols % kVec == 0 && reinterpret_cast<uintptr_t>(x) % 16 == 0)
       return load<T, true>(x, at.cols, at, in);
+    constexpr int kOnce = 8 / sizeof(T);  // rows whose loads are in flight, which take registers
     const T *p = x + at.row * at.cols + at.col, *end = x + at.rows * at.cols;
 #pragma unroll
-    for (int r = 0; r < kRows; ++r, p += at.cols)
-      in[r] = load_shifted(p, at.row + r < at.rows ? at.cols - at.col : 0, x, end);
+    for (int first = 0; first < kRows; first += kOnce)
+      load_all_shifted<kOnce>(
+          [&](int r) { return p + (first + r) * at.cols; },
+          [&](int r) { return at.row + first + r < at.rows ? at.cols - at.col : 0; }, x, end,
+          in + first);
   }
+  template <int kRowLanes = kLanes>
   static __device__ __forceinline__ void store_rows_any(uint8_t* out, const Place& at,
-                                                        const uint2* codes, int lanes = kLanes) {
-    uint8_t* p = out + at.row * at.cols + at.col;
+                                                        const uint2* codes) {
+    const int lane = threadIdx.x % kRowLanes;
+    const int64_t col = at.col - lane * kVec;
+    uint8_t* p = out + at.row * at.cols + col;
 #pragma unroll
     for (int r = 0; r < kRows; ++r, p += at.cols)
-      store_codes_shifted(p, codes[r], at.cols - at.col, threadIdx.x % lanes, lanes,
-                          at.row + r < at.rows);
+      store_codes_of_lanes<kRowLanes>(p, codes[r], at.row + r < at.rows ? at.cols - col : 0, lane);
   }
   static __device__ __forceinline__ void store_columns_any(uint8_t* out, int64_t ld,
                                                            const Place& at, const uint2* tile,
@@ -211,34 +217,36 @@ struct FP8Tile {
     return static_cast<int>(at.rows - at.row0 < kTileRows ? at.rows - at.row0 : kTileRows);
   }
   // store_columns at any alignment: a thread stores the 16 bytes around its part's address, the
-  // first of them of the part before it. A call, so that no kernel keeps registers for it.
+  // first of them of the part before it, and bytes outside such units. A call, so that no kernel
+  // keeps registers for it.
   static __device__ __noinline__ void store_columns_shifted(uint8_t* out, int64_t ld, Place at,
                                                             const uint2* tile, int thread) {
     constexpr int kParts = kTileRows / 16;
     const int part = thread % kParts, rows = rows_of(at);
-    const int64_t left = ld - at.row0;
-    const int length = left < kTileRows ? static_cast<int>(left) : kTileRows;
-#pragma unroll 1
+#pragma unroll 2
     for (int c = thread / kParts; c < kTileCols; c += kThreads / kParts) {
       if (at.col0 + c >= at.cols) break;
-      uint8_t* p = out + (at.col0 + c) * ld + at.row0 + part * 16;
-      const int shift = static_cast<int>(reinterpret_cast<uintptr_t>(p) % 16);
-      const uint4 own = first_bytes(column_part(tile, c, part), rows - part * 16);
-      const uint4 before = part ? first_bytes(column_part(tile, c, part - 1), rows - part * 16 + 16)
-                                : make_uint4(0, 0, 0, 0);
-      uint32_t words[8] = {before.x, before.y, before.z, before.w, own.x, own.y, own.z, own.w};
-      const int hi = length + shift - part * 16;
-      if (shift == 0) {
-        if (hi > 0) store_bytes(p, words + 4, 0, hi);
-        continue;
+      uint8_t* p = out + (at.col0 + c) * ld + at.row0;
+      const ShiftedRow<16> column(p, ld - at.row0, kTileRows);
+      if (column.has_unit(part)) {
+        const int first = part * 16 - column.shift;
+        uint4 bytes = column_part(tile, c, part);
+        if (column.shift) {
+          const uint4 before = column_part(tile, c, part - 1);
+          uint32_t words[8] = {before.x, before.y, before.z, before.w,
+                               bytes.x,  bytes.y,  bytes.z,  bytes.w};
+          uint32_t unit[4];
+          shift_words<4>(words, 16 - column.shift, unit);
+          bytes = make_uint4(unit[0], unit[1], unit[2], unit[3]);
+        }
+        if (first + 16 > rows) bytes = first_bytes(bytes, rows - first);
+        *reinterpret_cast<uint4*>(p + first) = bytes;
       }
-      uint32_t bytes[4];
-      shift_words<4>(words, 16 - shift, bytes);
-      if (hi > 0) store_bytes(p - shift, bytes, part ? 0 : shift, hi);
-      if (part < kParts - 1 || hi <= 16) continue;
-      uint32_t end[8] = {own.x, own.y, own.z, own.w, 0, 0, 0, 0};
-      shift_words<4>(end, 16 - shift, bytes);
-      store_bytes(p - shift + 16, bytes, 0, hi - 16);
+      for (int i = part; column.edge(i) < column.length; i += kParts) {
+        const int row = column.edge(i);
+        const auto* chunk = reinterpret_cast<const uint8_t*>(tile + chunk_of(c, row / 8));
+        p[row] = row < rows ? chunk[row % 8] : uint8_t{0};
+      }
     }
   }
 
