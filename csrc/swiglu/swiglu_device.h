@@ -1,8 +1,9 @@
 // Declarations that the CUDA sources of swiglu share.
 //
-// swiglu_cuda.cu       vectors of 8 elements, one row after another; results in the inputs' dtype
-// swiglu_tile_cuda.cu  tiles of 16-bit elements: FP8 results in both layouts, and dbias
-// swiglu_any_cuda.cu   the same by element: any dtype, extent and alignment
+// swiglu_cuda.cu         vectors of 8 elements, one row after another; results in the inputs' dtype
+// swiglu_tile_cuda.cu    tiles of 16-bit elements: FP8 results in both layouts, and dbias
+// swiglu_staged_cuda.cu  the same of rows at any alignment
+// swiglu_any_cuda.cu     by element: any dtype, extent and alignment
 #pragma once
 
 #include "common/activation/cuda.h"
@@ -11,6 +12,7 @@
 namespace apex_te {
 
 void launch_swiglu_tile(const Swiglu& p, bool is_bwd, cudaStream_t stream);
+void launch_swiglu_staged(const Swiglu& p, bool is_bwd, cudaStream_t stream);
 void launch_swiglu_any(const Swiglu& p, bool is_bwd, cudaStream_t stream);
 
 // 16-byte accesses fit the inputs: pointers and distances of rows.

@@ -12,7 +12,7 @@ namespace apex_te {
 
 using StagedTile = FP8Tile<kActivationTileRows>;
 template <bool kBwd>
-constexpr int kStagedBlocks = kBwd ? 6 : 8;  // of a multiprocessor
+constexpr int kStagedBlocks = kBwd ? 5 : 8;  // of a multiprocessor
 
 template <typename Kinds, bool kBwd>
 __global__ void __launch_bounds__(StagedTile::kThreads, kStagedBlocks<kBwd>)
