@@ -52,9 +52,11 @@ __global__ void __launch_bounds__(kThreads<kBwd>, kBlocks<kBwd>)
   Tile::Place at(p.rows, p.cols, lane, 0);
   at.row += group * kRows<kBwd>;
   const StagedPlace place(at.row, at.col0, at.rows - at.row, at.cols - at.col0);
-  place.fetch(p.gate, p.gate_ld, memory.halves[0][group]);
-  place.fetch(p.up, p.up_ld, memory.halves[1][group]);
-  if constexpr (kBwd) place.fetch(p.grad_output, p.cols, memory.grad[group]);
+  const auto gate = place.of_16_bits(p.gate, p.gate_ld), up = place.of_16_bits(p.up, p.up_ld);
+  const auto grad = place.of_16_bits(p.grad_output, p.cols);
+  place.fetch(gate, p.gate, memory.halves[0][group]);
+  place.fetch(up, p.up, memory.halves[1][group]);
+  if constexpr (kBwd) place.fetch(grad, p.grad_output, memory.grad[group]);
   const bool is_half = p.dtype == DType::kFloat16, is_e5m2 = p.fp8 == DType::kE5M2;
   const bool is_fp8 = p.scale;
   const float scale = is_fp8 ? *p.scale : 1.0f;
@@ -68,10 +70,9 @@ __global__ void __launch_bounds__(kThreads<kBwd>, kBlocks<kBwd>)
 #pragma unroll 1
   for (int r = 0; r < kRows<kBwd>; ++r) {
     float values[2][kVec], grads[kVec] = {};
-    unpack16(place.read(p.gate, p.gate_ld, memory.halves[0][group], r), is_half, values[0]);
-    unpack16(place.read(p.up, p.up_ld, memory.halves[1][group], r), is_half, values[1]);
-    if constexpr (kBwd)
-      unpack16(place.read(p.grad_output, p.cols, memory.grad[group], r), is_half, grads);
+    unpack16(place.read(gate, memory.halves[0][group], r), is_half, values[0]);
+    unpack16(place.read(up, memory.halves[1][group], r), is_half, values[1]);
+    if constexpr (kBwd) unpack16(place.read(grad, memory.grad[group], r), is_half, grads);
     if (p.gate_bias) {
 #pragma unroll
       for (int i = 0; i < kVec; ++i) {
@@ -103,16 +104,16 @@ __global__ void __launch_bounds__(kThreads<kBwd>, kBlocks<kBwd>)
         for (int i = 0; i < kVec; ++i) sums[h][i] += values[h][i];
       }
       if (!is_fp8) {
-        store_staged(place.address(static_cast<uint16_t*>(h ? p.dup : p.dgate), p.grad_ld, r),
+        store_staged(place.of(static_cast<uint16_t*>(h ? p.dup : p.dgate), p.grad_ld).row(r),
                      pack16(values[h], is_half).words, place.length(r), lane);
         continue;
       }
-      const uint2 codes = is_e5m2 ? encode_values<E5M2>(values[h], scale)
-                                  : encode_values<E4M3>(values[h], scale);
+      const uint2 codes =
+          is_e5m2 ? encode_values<E5M2>(values[h], scale) : encode_values<E4M3>(values[h], scale);
       memory.halves[h][group].codes(r, lane) = codes;
       if (p.rowwise)
-        store_staged(place.address(p.rowwise + h * p.cols, kHalves * p.cols, r),
-                     {codes.x, codes.y}, place.length(r), lane);
+        store_staged(place.of(p.rowwise + h * p.cols, kHalves * p.cols).row(r), {codes.x, codes.y},
+                     place.length(r), lane);
     }
   }
   stage_amax(amax, memory.warp_amaxes);
@@ -122,8 +123,7 @@ __global__ void __launch_bounds__(kThreads<kBwd>, kBlocks<kBwd>)
 #pragma unroll
       for (int i = 0; i < kVec; ++i) {
         const float sum = sums[h][i] + __shfl_down_sync(0xFFFFFFFFu, sums[h][i], kLanes);
-        if (threadIdx.x % 32 < kLanes)
-          memory.sums[h][threadIdx.x / 32][lane * kVec + i] = sum;
+        if (threadIdx.x % 32 < kLanes) memory.sums[h][threadIdx.x / 32][lane * kVec + i] = sum;
       }
     __syncthreads();
   }
@@ -139,8 +139,8 @@ __global__ void __launch_bounds__(kThreads<kBwd>, kBlocks<kBwd>)
   }
   __syncthreads();
   if (p.columnwise)
-    Tile::store_columns_any(p.columnwise + half * p.cols * p.columnwise_ld, p.columnwise_ld, at,
-                            memory.tiles[half], thread);
+    Tile::store_columns_most(p.columnwise + half * p.cols * p.columnwise_ld, p.columnwise_ld, at,
+                             memory.tiles[half], thread);
   if constexpr (kBwd) {
     static_assert(kThreads<kBwd> == 2 * Tile::kTileCols, "a thread for each column sum");
     const int of = threadIdx.x / Tile::kTileCols, col = threadIdx.x % Tile::kTileCols;

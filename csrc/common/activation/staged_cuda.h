@@ -27,9 +27,11 @@ __global__ void __launch_bounds__(StagedTile::kThreads, kStagedBlocks<kBwd>)
   const int lane = threadIdx.x % kLanes, group = threadIdx.x / kLanes;
   const Tile::Place at(p.rows, p.cols, lane, group);
   const StagedPlace place(at.row, at.col0, at.rows - at.row, at.cols - at.col0);
-  place.fetch(p.x, p.cols, staged_x[group]);
-  if (kBwd) place.fetch(p.dy, p.cols, staged_dy[group]);
-  const int rows = at.rows_present();
+  const auto x = place.of_16_bits(p.x, p.cols), dy = place.of_16_bits(p.dy, p.cols);
+  place.fetch(x, p.x, staged_x[group]);
+  if (kBwd) place.fetch(dy, p.dy, staged_dy[group]);
+  const auto out = place.of(static_cast<uint16_t*>(p.out), p.cols);
+  const auto rowwise = place.of(p.rowwise, p.cols);
   const bool is_half = p.dtype == DType::kFloat16, is_e5m2 = p.fp8 == DType::kE5M2;
   float bias[kVec], column_sums[kVec] = {};
   if (Kinds::kBias) {
@@ -44,15 +46,15 @@ __global__ void __launch_bounds__(StagedTile::kThreads, kStagedBlocks<kBwd>)
 #pragma unroll 1
   for (int r = 0; r < kRows; ++r) {
     float values[kVec], grads[kVec] = {};
-    unpack16(place.read(p.x, p.cols, staged_x[group], r), is_half, values);
-    if (kBwd) unpack16(place.read(p.dy, p.cols, staged_dy[group], r), is_half, grads);
+    unpack16(place.read(x, staged_x[group], r), is_half, values);
+    if (kBwd) unpack16(place.read(dy, staged_dy[group], r), is_half, grads);
     Kinds::choose(p.kind, [&](auto kind) {
 #pragma unroll
       for (int i = 0; i < kVec; ++i)
         values[i] = activation_result<decltype(kind)::value, kBwd, false>(
             Kinds::kBias ? values[i] + bias[i] : values[i], grads[i]);
     });
-    if (r < rows) {
+    if (r < place.rows) {
       fold_amax(values, amax);
       if (kBwd && Kinds::kBias) {
 #pragma unroll
@@ -60,14 +62,12 @@ __global__ void __launch_bounds__(StagedTile::kThreads, kStagedBlocks<kBwd>)
       }
     }
     if (p.out) {
-      store_staged(place.address(static_cast<uint16_t*>(p.out), p.cols, r),
-                   pack16(values, is_half).words, place.length(r), lane);
+      store_staged(out.row(r), pack16(values, is_half).words, place.length(r), lane);
       continue;
     }
     const uint2 codes =
         is_e5m2 ? encode_values<E5M2>(values, scale) : encode_values<E4M3>(values, scale);
-    if (p.rowwise)
-      store_staged(place.address(p.rowwise, p.cols, r), {codes.x, codes.y}, place.length(r), lane);
+    if (p.rowwise) store_staged(rowwise.row(r), {codes.x, codes.y}, place.length(r), lane);
     __syncwarp();
     staged_x[group].codes(r, lane) = codes;
   }
@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(StagedTile::kThreads, kStagedBlocks<kBwd>)
   }
   stage_amax(amax, warp_amaxes);
   __syncthreads();
-  if (p.columnwise) Tile::store_columns_any(p.columnwise, p.columnwise_ld, at, tile);
+  if (p.columnwise) Tile::store_columns_most(p.columnwise, p.columnwise_ld, at, tile);
   if constexpr (kBwd && Kinds::kBias)
     if (p.dbias && at.row0 < p.rows) store_column_sums<Tile>(p, at, sums);
   finish_amax<Tile::kThreads>(p.amax, seen, warp_amaxes);

@@ -26,7 +26,8 @@ __device__ __forceinline__ void copy_async_first(uint4* shared, const uint16_t* 
 #endif
 }
 
-// kRows rows of a half-warp in shared memory, and in their place, once read, FP8 codes made of them.
+// kRows rows of a half-warp in shared memory, and in their place, once read, FP8 codes made of
+// them.
 template <int kRows>
 struct StagedRows {
   static_assert(kRows <= kStagedLanes, "a lane for the last word of each row");
@@ -48,8 +49,8 @@ __device__ __forceinline__ void finish_fetches() {
 // Stores a row of a half-warp, 8 elements of Bits for each lane, from p on, of which `length`
 // exist. All lanes of a warp call it.
 template <typename Bits, int kWords>
-__device__ __forceinline__ void store_staged(Bits* p, const uint32_t (&own)[kWords], unsigned length,
-                                             unsigned lane) {
+__device__ __forceinline__ void store_staged(Bits* p, const uint32_t (&own)[kWords],
+                                             unsigned length, unsigned lane) {
   constexpr unsigned kBytes = 4 * kWords, kPerWord = 4 / sizeof(Bits);
   static_assert(kBytes == kVec * sizeof(Bits), "8 elements");
   constexpr uint32_t kAll = 0xFFFFFFFFu;
@@ -69,8 +70,7 @@ __device__ __forceinline__ void store_staged(Bits* p, const uint32_t (&own)[kWor
 #pragma unroll
     for (int i = 0; i < 3; ++i) words[i] = upper ? words[i + 1] : words[i];
 #pragma unroll
-    for (int i = 0; i < 2; ++i)
-      out[i] = __funnelshift_r(words[i], words[i + 1], 8 * (skipped & 3));
+    for (int i = 0; i < 2; ++i) out[i] = __funnelshift_r(words[i], words[i + 1], 8 * (skipped & 3));
   }
   const unsigned vectors = (length - head) / kVec;  // whole words
   if (lane < vectors) {
@@ -92,7 +92,30 @@ __device__ __forceinline__ void store_staged(Bits* p, const uint32_t (&own)[kWor
     p[i] = static_cast<Bits>(word >> 8 * sizeof(Bits) * (i % kPerWord));
 }
 
-// Where a half-warp's rows lie in matrices, whose rows are `ld` elements apart.
+// Keeps a value in a register: the compiler would compute it anew in each round of a loop.
+__device__ __forceinline__ int kept(int value) {
+#if defined(__CUDA_ARCH__)
+  asm volatile("" : APEX_TE_REGISTER(value));
+#endif
+  return value;
+}
+
+// The rows of a half-warp in a matrix, from the first of its columns on, `ld` elements apart.
+template <typename Bits>
+struct StagedMatrix {
+  Bits* first;
+  int64_t ld;
+
+  __device__ __forceinline__ Bits* row(int r) const { return first + r * ld; }
+  // Elements before row r in its first aligned 16 bytes, of 16-bit ones.
+  __device__ __forceinline__ unsigned before(int r) const {
+    return (static_cast<unsigned>(reinterpret_cast<uintptr_t>(first)) / 2 +
+            static_cast<unsigned>(r) * static_cast<unsigned>(ld)) %
+           kVec;
+  }
+};
+
+// What rows and columns of matrices a half-warp has.
 struct StagedPlace {
   int64_t row, col;  // the first
   int rows, cols;    // that exist from there on, of 128 columns
@@ -102,58 +125,62 @@ struct StagedPlace {
                                          int64_t cols_left)
       : row(first_row),
         col(first_col),
-        rows(static_cast<int>(rows_left < 0              ? 0
-                              : rows_left < kStagedLanes ? rows_left
-                                                         : kStagedLanes)),
-        cols(static_cast<int>(cols_left < kStagedCols ? cols_left : kStagedCols)),
+        rows(kept(static_cast<int>(rows_left < kStagedLanes ? rows_left : kStagedLanes))),
+        cols(kept(static_cast<int>(cols_left < kStagedCols ? cols_left : kStagedCols))),
         lane(threadIdx.x % kStagedLanes) {}
 
-  template <typename T>
-  __device__ __forceinline__ T* address(T* matrix, int64_t ld, int r) const {
-    return matrix + (row + r) * ld + col;
+  template <typename Bits>
+  __device__ __forceinline__ StagedMatrix<Bits> of(Bits* matrix, int64_t ld) const {
+    return {matrix + row * ld + col, ld};
+  }
+  __device__ __forceinline__ StagedMatrix<const uint16_t> of_16_bits(const void* matrix,
+                                                                     int64_t ld) const {
+    return of(static_cast<const uint16_t*>(matrix), ld);
   }
   // Columns of row r that exist.
   __device__ __forceinline__ int length(int r) const { return r < rows ? cols : 0; }
 
-  // Copies kRows rows of 16-bit elements.
+  // Copies kRows rows. `matrix`: the memory's begin, before which nothing is read.
   template <int kRows>
-  __device__ __forceinline__ void fetch(const void* matrix, int64_t ld,
+  __device__ __forceinline__ void fetch(const StagedMatrix<const uint16_t>& m, const void* matrix,
                                         StagedRows<kRows>& to) const {
-#pragma unroll 2
-    for (int r = 0; r < kRows; ++r) fetch_word(matrix, ld, r, lane, &to.words[r][lane]);
-    if (lane < kRows) fetch_word(matrix, ld, lane, kStagedLanes, &to.words[lane][kStagedLanes]);
+    if (m.row(0) - m.before(0) + kVec * lane < matrix) return fetch_elements(m, to);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) fetch_word(m, r, lane, &to.words[r][lane]);
+    if (lane < kRows) fetch_word(m, lane, kStagedLanes, &to.words[lane][kStagedLanes]);
   }
   // The 8 elements of a lane, zeros where the matrix has none, after finish_fetches.
-  template <int kRows>
-  __device__ __forceinline__ Vec8<BFloat16> read(const void* matrix, int64_t ld,
-                                                 const StagedRows<kRows>& from, int r) const {
+  template <typename T = BFloat16, int kRows>
+  __device__ __forceinline__ Vec8<T> read(const StagedMatrix<const uint16_t>& m,
+                                          const StagedRows<kRows>& from, int r) const {
     const uint4 a = from.words[r][lane], b = from.words[r][lane + 1];
     uint32_t words[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
-    Vec8<BFloat16> out;
-    shift_words<4>(words, shift_of(matrix, ld, r), out.words);
+    Vec8<T> out;
+    shift_words<4>(words, 2 * m.before(r), out.words);
     return out;
   }
 
  private:
-  // Bytes before row r in its first aligned word.
-  __device__ __forceinline__ unsigned shift_of(const void* matrix, int64_t ld, int r) const {
-    const unsigned first = static_cast<unsigned>(reinterpret_cast<uintptr_t>(matrix)) +
-                           2u * (static_cast<unsigned>(row) * static_cast<unsigned>(ld) +
-                                 static_cast<unsigned>(col));
-    return (first + 2u * static_cast<unsigned>(r) * static_cast<unsigned>(ld)) % 16;
-  }
-  // Copies word i of row r, whose elements before the matrix, if any, are not read.
-  __device__ __forceinline__ void fetch_word(const void* matrix, int64_t ld, int r, int i,
+  // Copies word i of row r.
+  __device__ __forceinline__ void fetch_word(const StagedMatrix<const uint16_t>& m, int r, int i,
                                              uint4* to) const {
-    const int before = static_cast<int>(shift_of(matrix, ld, r)) / 2;
-    const uint16_t* from =
-        address(static_cast<const uint16_t*>(matrix), ld, r) - before + kVec * i;
+    const int before = static_cast<int>(m.before(r));
     const int left = (r < rows ? cols + before : 0) - kVec * i;
-    const int n = left < 0 ? 0 : left < kVec ? left : kVec;
-    if (from >= matrix) return copy_async_first(to, from, n);
+    copy_async_first(to, m.row(r) - before + kVec * i, left < 0 ? 0 : left < kVec ? left : kVec);
+  }
+  // A lane's words of kRows rows by element, where the first of them begins before the matrix.
+  template <int kRows>
+  __device__ __forceinline__ void fetch_elements(const StagedMatrix<const uint16_t>& m,
+                                                 StagedRows<kRows>& to) const {
 #pragma unroll 1
-    for (int k = before; k < kVec; ++k)
-      reinterpret_cast<uint16_t*>(to)[k] = k < n ? from[k] : uint16_t{0};
+    for (int i = 0; i < 2 * kRows * kVec; ++i) {
+      const int is_last = i / (kRows * kVec), r = i / kVec % kRows;
+      const int word = is_last ? kStagedLanes : lane;
+      const int c = kVec * word + i % kVec - static_cast<int>(m.before(r));
+      if (is_last && lane != r) continue;
+      reinterpret_cast<uint16_t*>(&to.words[r][word])[i % kVec] =
+          r < rows && c >= 0 && c < cols ? m.row(r)[c] : uint16_t{0};
+    }
   }
 };
 
