@@ -8,6 +8,7 @@
 #pragma once
 
 #include "common/gpu/block_1x128.h"
+#include "common/gpu/staged_rows.h"
 #include "swiglu/swiglu_device.h"
 #include "swiglu_block/swiglu_block.h"
 
@@ -29,18 +30,38 @@ struct Params {
   bool loads_vectors, stores_vectors;
 };
 
-// kBatch rows of a thread from `x` on, `ld` elements apart, of which `rows` exist. as_vectors: the
-// rows' 8 elements may be loaded at once; otherwise n of them exist.
+// Rows that do not begin at whole vectors, of a half-warp, on their way through shared memory.
+using Staged = StagedRows<kBatch>;
+constexpr size_t kStagedBytes = sizeof(Staged) * Tile::kThreads / kStagedLanes;
+
+// A call, so that its code is there once.
+static __device__ __noinline__ void fetch_staged(const void* matrix, const uint16_t* first,
+                                                 int64_t ld, int rows, int64_t cols, Staged& to) {
+  __syncwarp();  // all have read what was there
+  StagedPlace(0, 0, rows, cols).fetch({first, ld}, matrix, to);
+  finish_fetches();
+}
+
+// kBatch rows of a thread from `x` on in `matrix`, `ld` elements apart, of which `rows` exist, with
+// n elements left. as_vectors: the rows' 8 elements may be loaded at once, or none exist.
 template <typename T>
-__device__ __forceinline__ void load_rows(const T* x, int64_t ld, int rows, bool as_vectors,
-                                          int64_t n, Vec8<T>* in) {
-  if (as_vectors && rows >= kBatch) {
+__device__ __forceinline__ void load_rows(const void* matrix, const T* x, int64_t ld, int rows,
+                                          bool as_vectors, int64_t n, Vec8<T>* in) {
+  if (as_vectors) {
 #pragma unroll
-    for (int r = 0; r < kBatch; ++r, x += ld) in[r] = load_vec(x);
+    for (int r = 0; r < kBatch; ++r, x += ld) in[r] = r < rows ? load_vec(x) : Vec8<T>{};
     return;
   }
+  extern __shared__ __align__(16) unsigned char shared[];
+  Staged& staged = reinterpret_cast<Staged*>(shared)[threadIdx.x / kStagedLanes];
+  const int before = threadIdx.x % kStagedLanes * kVec;
+  const auto* first = reinterpret_cast<const uint16_t*>(x) - before;
+  // The first lane's columns exist if any do.
+  rows = __shfl_sync(0xFFFFFFFFu, rows, 0, kStagedLanes);
+  fetch_staged(matrix, first, ld, rows, n + before, staged);
 #pragma unroll
-  for (int r = 0; r < kBatch; ++r, x += ld) in[r] = load_partial(x, r < rows ? n : 0);
+  for (int r = 0; r < kBatch; ++r)
+    in[r] = StagedPlace(0, 0, rows, n + before).read<T>({first, ld}, staged, r);
 }
 template <typename T>
 __device__ __forceinline__ void add_bias(const void* bias, int64_t col, int64_t n, float* values) {
@@ -65,9 +86,9 @@ __device__ __forceinline__ void compute(const Params& p, const Tile::Place& at, 
 #pragma unroll
   for (int r0 = 0; r0 < kRows; r0 += kBatch) {
     Vec8<T> gate[kBatch], up[kBatch], grad[kBatch];
-    load_rows(gates, op.gate_ld, rows - r0, p.loads_vectors, n, gate);
-    load_rows(ups, op.up_ld, rows - r0, p.loads_vectors, n, up);
-    if (kBwd) load_rows(grads, op.cols, rows - r0, p.loads_vectors, n, grad);
+    load_rows(op.gate, gates, op.gate_ld, rows - r0, p.loads_vectors, n, gate);
+    load_rows(op.up, ups, op.up_ld, rows - r0, p.loads_vectors, n, up);
+    if (kBwd) load_rows(op.grad_output, grads, op.cols, rows - r0, p.loads_vectors, n, grad);
     gates += kBatch * op.gate_ld;
     ups += kBatch * op.up_ld;
     grads += kBatch * op.cols;
@@ -108,7 +129,8 @@ __global__ void __launch_bounds__(Tile::kThreads, kBlocks<kBwd>)
   Vec8<T> first[kVec], second[kVec];
   compute<T, kAct, kBwd>(p, at, first, second);
   at.cols = p.cast.cols;
-  cast_1x128(p.cast, at, p.stores_vectors, is_whole, format, first, shared);
+  cast_1x128<T, AnyFormat<kDivides>, !kBwd>(p.cast, at, p.stores_vectors, is_whole, format, first,
+                                            shared);
   if (!kBwd) return;
   at.col0 += p.op.cols;
   at.col += p.op.cols;
@@ -124,7 +146,7 @@ void launch(const Params& p, cudaStream_t stream) {
     const auto kernel = p.op.dtype == DType::kFloat16
                             ? swiglu_block_kernel<Half, kAct, kBwd, kDivides>
                             : swiglu_block_kernel<BFloat16, kAct, kBwd, kDivides>;
-    kernel<<<blocks, Tile::kThreads, 0, stream>>>(p);
+    kernel<<<blocks, Tile::kThreads, p.loads_vectors ? 0 : kStagedBytes, stream>>>(p);
   });
   check_cuda(cudaGetLastError(), "swiglu_block");
 }
