@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(Tile::kThreads, kBlocks) swiglu_fwd_tile_kerne
   if (p.columnwise) Tile::stage_columns(codes, tile);
   stage_amax(amax, warp_amaxes);
   __syncthreads();
-  if (p.columnwise) Tile::store_columns_any(p.columnwise, p.columnwise_ld, at, tile);
+  if (p.columnwise) Tile::store_columns_most(p.columnwise, p.columnwise_ld, at, tile);
   finish_amax<Tile::kThreads>(p.amax, seen, warp_amaxes);
   if (blockIdx.x == 0 && block_row() == 0 && threadIdx.x == 0 && p.scale_inv)
     *p.scale_inv = 1.0f / scale;
@@ -184,8 +184,8 @@ __global__ void __launch_bounds__(kBwdThreads, kBwdBlocks) swiglu_bwd_tile_kerne
   __syncthreads();
   if (p.columnwise) {
     const int half = threadIdx.x / Tile::kThreads;
-    Tile::store_columns_any(p.columnwise + half * p.cols * p.columnwise_ld, p.columnwise_ld, at,
-                            tiles[half], threadIdx.x % Tile::kThreads);
+    Tile::store_columns_most(p.columnwise + half * p.cols * p.columnwise_ld, p.columnwise_ld, at,
+                             tiles[half], threadIdx.x % Tile::kThreads);
   }
   if (p.dbias) {
     static_assert(kBwdThreads == 2 * Tile::kTileCols, "a thread for each column sum");
