@@ -28,6 +28,7 @@ struct Params {
   Swiglu op;
   BlockCast cast;
   bool loads_vectors, stores_vectors;
+  unsigned resident;  // blocks that run at once
 };
 
 // Rows that do not begin at whole vectors, of a half-warp, on their way through shared memory.
@@ -117,6 +118,32 @@ __device__ __forceinline__ void compute(const Params& p, const Tile::Place& at, 
   }
 }
 
+// Brings the inputs of a block that starts when this one ends to the L2 cache, while this one
+// casts.
+__device__ __forceinline__ void prefetch_next(const Params& p) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && !defined(APEX_TE_PORTABLE)
+  const Swiglu& op = p.op;
+  const unsigned next = blockIdx.x + p.resident;
+  const int64_t row_tile = block_row() + next / gridDim.x;
+  const int64_t col = int64_t{next % gridDim.x} * kBlock;
+  for (int i = threadIdx.x; i < 3 * kBlock; i += Tile::kThreads) {
+    const int64_t row = row_tile * kBlock + i % kBlock;
+    if (row >= op.rows) continue;
+    const int of = i / kBlock;
+    const auto* from = static_cast<const uint16_t*>(of == 0   ? op.gate
+                                                    : of == 1 ? op.up
+                                                              : op.grad_output) +
+                       row * (of == 0   ? op.gate_ld
+                              : of == 1 ? op.up_ld
+                                        : op.cols) +
+                       col;
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(from)),
+                 "r"(static_cast<int>(2 * kBlock))
+                 : "memory");
+  }
+#endif
+}
+
 template <typename T, Activation kAct, bool kBwd, bool kDivides>
 __global__ void __launch_bounds__(Tile::kThreads, kBlocks<kBwd>)
     swiglu_block_kernel(const Params p) {
@@ -128,6 +155,7 @@ __global__ void __launch_bounds__(Tile::kThreads, kBlocks<kBwd>)
   const bool is_whole = p.stores_vectors && at.is_whole();
   Vec8<T> first[kVec], second[kVec];
   compute<T, kAct, kBwd>(p, at, first, second);
+  if (kBwd && p.loads_vectors) prefetch_next(p);
   at.cols = p.cast.cols;
   cast_1x128<T, AnyFormat<kDivides>, !kBwd>(p.cast, at, p.stores_vectors, is_whole, format, first,
                                             shared);
@@ -162,8 +190,10 @@ void run(Args& args) {
   const DeviceGuard guard(args.device_id());
   const auto stream = static_cast<cudaStream_t>(args.stream());
   const BlockCast& cast = given.cast;
+  const int resident = kBlocks<kBwd> * device_attribute(cudaDevAttrMultiProcessorCount);
   const Params p{given.op, cast, swiglu_inputs_aligned(given.op),
-                 fp8_tile_aligned(cast.columnwise_ld, cast.cols, cast.rowwise, cast.columnwise)};
+                 fp8_tile_aligned(cast.columnwise_ld, cast.cols, cast.rowwise, cast.columnwise),
+                 static_cast<unsigned>(resident)};
   with_divides(cast.rule, [&](auto divides) { launch<kBwd, decltype(divides)::value>(p, stream); });
 }
 
