@@ -140,6 +140,7 @@ __global__ void __launch_bounds__(kBwdThreads, kAligned ? kBwdBlocks : kBwdShift
     }
   }
   if (!p.dbias) return;
+  let_next_kernel_start();
 #pragma unroll
   for (int i = 0; i < kVec; ++i) sums[group][lane * kVec + i] = column_sums[i];
   __syncthreads();
@@ -235,6 +236,7 @@ __global__ void __launch_bounds__(kStagedThreads, kBwdStagedBlocks)
     store_staged(dx.row(r), v.words, place.length(r), place.lane);
   }
   if (!p.dbias) return;
+  let_next_kernel_start();
 #pragma unroll
   for (int i = 0; i < kVec; ++i) sums[group][place.lane * kVec + i] = column_sums[i];
   __syncthreads();

@@ -118,6 +118,7 @@ __global__ void __launch_bounds__(kThreads<kBwd>, kBlocks<kBwd>)
   }
   stage_amax(amax, memory.warp_amaxes);
   if constexpr (kBwd) {
+    if (p.dbias) let_next_kernel_start();
 #pragma unroll
     for (int h = 0; h < kHalves; ++h)
 #pragma unroll

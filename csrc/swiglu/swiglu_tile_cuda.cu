@@ -86,6 +86,12 @@ __global__ void __launch_bounds__(Tile::kThreads, kBlocks) swiglu_fwd_tile_kerne
     *p.scale_inv = 1.0f / scale;
 }
 
+__device__ __forceinline__ void store_8_floats(float* to, const float* values) {
+  float4* p = reinterpret_cast<float4*>(to);
+  p[0] = make_float4(values[0], values[1], values[2], values[3]);
+  p[1] = make_float4(values[4], values[5], values[6], values[7]);
+}
+
 // 4 rows of codes, of which the other half of the warp has the same columns of the other 4, to the
 // 8 rows of one of the two gradients: the lower half gets gate's, the upper half up's.
 __device__ __forceinline__ void share_rows(const uint2* gate, const uint2* up, bool is_upper,
@@ -107,7 +113,7 @@ __global__ void __launch_bounds__(kBwdThreads, kBwdBlocks) swiglu_bwd_tile_kerne
   constexpr int kWarps = kBwdThreads / 32;
   __shared__ uint32_t warp_amaxes[kWarps];
   __shared__ __align__(16) uint2 tiles[2][Tile::kSharedWords];
-  __shared__ float sums[2][kWarps][Tile::kTileCols];
+  __shared__ __align__(16) float sums[2][kWarps][Tile::kTileCols];
   const int lane = threadIdx.x % Tile::kLanes, warp = threadIdx.x / 32;
   const bool is_upper = threadIdx.x & Tile::kLanes;
   const Tile::Place at(p.rows, p.cols, lane, warp);
@@ -170,14 +176,15 @@ __global__ void __launch_bounds__(kBwdThreads, kBwdBlocks) swiglu_bwd_tile_kerne
     Tile::stage_columns(codes, tiles[is_upper], lane, warp);
   }
   if (p.dbias) {
+    let_next_kernel_start();
 #pragma unroll
     for (int i = 0; i < kVec; ++i) {
-      const float g = gate_sums[i] + __shfl_down_sync(0xFFFFFFFFu, gate_sums[i], Tile::kLanes);
-      const float u = up_sums[i] + __shfl_down_sync(0xFFFFFFFFu, up_sums[i], Tile::kLanes);
-      if (!is_upper) {
-        sums[0][warp][lane * kVec + i] = g;
-        sums[1][warp][lane * kVec + i] = u;
-      }
+      gate_sums[i] += __shfl_down_sync(0xFFFFFFFFu, gate_sums[i], Tile::kLanes);
+      up_sums[i] += __shfl_down_sync(0xFFFFFFFFu, up_sums[i], Tile::kLanes);
+    }
+    if (!is_upper) {
+      store_8_floats(&sums[0][warp][lane * kVec], gate_sums);
+      store_8_floats(&sums[1][warp][lane * kVec], up_sums);
     }
   }
   stage_amax(amax, warp_amaxes);
