@@ -37,7 +37,7 @@ from ._core.gemm import (
     quantized_weight,
 )
 from ._core.heads import output_gradient
-from ._core.held_rows import hold, values_of
+from ._core.held_rows import hold, input_of
 from ._core.norm_parameters import NormedModule
 from ._core.parallel import divided, tag
 from ._core.plain_functions import PlainActivationFunction
@@ -394,33 +394,43 @@ def hidden_gradient(
     saved: tuple,
     dy: QuantizedTensor,
     hidden: torch.Tensor,
+    hidden_scale: torch.Tensor | None,
     act_scale: torch.Tensor | None,
+    columns_later: bool,
 ) -> tuple[QuantizedTensor, torch.Tensor | None]:
     """Computes FC2's dgrad and the activation's gradient, and the activation once more.
 
     Returns ``(d_hidden, act)``; ``act`` has columnwise FP8 data, and is None without ``act_scale``.
-    Frees the rowwise copy of ``dy``; wgrad may then reuse its memory.
+    Frees the rowwise copy of ``dy``; wgrad may then reuse its memory. With ``columns_later`` FC1's
+    dgrad makes the columnwise copy of ``d_hidden``.
     """
     weight, quantizer = gemm2.recast_weight(saved), gemm1.quantizers.grad_output
     operands: _Operands = (
         dy.rowwise, weight.columnwise, dy.rowwise_scale_inv, weight.columnwise_scale_inv
     )  # fmt: skip
     known = quantizer.scale_in_advance()
+    columnwise = gemm1.need_weight and not columns_later
     if known is not None:
         scale, amax = known
         out, act = dense_gemm_swiglu.dense_gemm_swiglu_bwd(
-            *operands, hidden, scale, quantizer.dtype, columnwise=gemm1.need_weight, amax=amax,
-            act_scale=act_scale,
+            *operands, hidden, scale, quantizer.dtype, hidden_scale_inv=hidden_scale,
+            columnwise=columnwise, amax=amax, act_scale=act_scale,
         )  # fmt: skip
-        dy.rowwise = None
+        del weight, operands
+        gemm2.drop_rows(dy)
         return shared_scale(out, quantizer.dtype), act
     d_act = dense_gemm(*operands, use_split_accumulator=True)
-    dy.rowwise = act = None
+    del weight, operands
+    gemm2.drop_rows(dy)
+    act = None
     if act_scale is not None:
-        fp8 = gemm2.quantizers.input.dtype
-        act = ActivationForward(_SWIGLU, hidden).fp8(act_scale, fp8, False, True, None, True)[1]
-    gradient = ActivationBackward(_SWIGLU, d_act, hidden, False)
-    return quantizer.produce(gradient, gemm1.need_input, gemm1.need_weight), act
+        fp8, forward = (
+            gemm2.quantizers.input.dtype,
+            ActivationForward(_SWIGLU, hidden, hidden_scale),
+        )
+        act = forward.fp8(act_scale, fp8, False, True, None, True)[1]
+    gradient = ActivationBackward(_SWIGLU, d_act, hidden, False, hidden_scale)
+    return quantizer.produce(gradient, gemm1.need_input, columnwise), act
 
 
 class LayerNormMLPFunction(OpFunction):
@@ -536,7 +546,7 @@ def _forward(
     )
     ctx.set_materialize_grads(False)
     ctx.gemms, ctx.norm, ctx.activation = (gemm1, gemm2), norm_options, activation
-    ctx.fuses = fuses
+    ctx.fuses, ctx.small = fuses, call.small
     ctx.needs_norm = (needs[2], needs[3])
     ctx.bias_dtypes = (
         b1.dtype if b1 is not None and needs[5] else None,
@@ -564,20 +574,26 @@ def _backward(ctx: Any, grad_output: Any, grad_norm: Any, grad_residual: Any) ->
     dy = as_matrix(output_gradient(ctx.output_shape, grad_output, grad_norm, grad_residual))
     if ctx.adds:  # the third output exists only otherwise
         grad_residual = grad_output
-    quantized, d_b2, dy = gemm2.cast_gradient(dy, b2_dtype)
+    # What is saved in FP8 is read as it is, and gradients have one copy at a time.
+    if hidden_scale is not None:
+        hidden, hidden_scale = input_of(ctx.activation, hidden, hidden_scale, ctx.input_dtype)
+    later1, later2 = (ctx.small and gemm.transposes_gradient for gemm in (gemm1, gemm2))
+    quantized, d_b2, dy = gemm2.cast_gradient(dy, b2_dtype, later2)
     d_w1 = d_b1 = d_w2 = d_act = d_fused = dx = d_gamma = d_beta = None
     # Every step frees what only it needed: the peak is that of bf16 modules or below.
     if gemm2.need_input and ctx.fuses:
-        hidden = values_of(hidden, hidden_scale, ctx.input_dtype)
         act_scale = saved2[1] if gemm2.remakes_input else act_scale
-        d_fused, act = hidden_gradient(gemm1, gemm2, saved2, quantized, hidden, act_scale)
+        d_fused, act = hidden_gradient(
+            gemm1, gemm2, saved2, quantized, hidden, hidden_scale, act_scale, later1
+        )
         saved2 = saved2 if act is None else (act, *saved2[1:])
         del hidden, act
     elif gemm2.need_input:
         d_act = gemm2.dgrad(saved2, quantized, ctx.input_dtype)
-        hidden = values_of(hidden, hidden_scale, ctx.input_dtype)
         if gemm2.remakes_input:
-            saved2 = gemm2.remade(saved2, ActivationForward(ctx.activation, hidden), False)
+            source = ActivationForward(ctx.activation, hidden, hidden_scale)
+            saved2 = gemm2.remade(saved2, source, False)
+            del source
     if gemm2.need_weight:
         d_w2 = gemm2.wgrad(saved2, dy, quantized)
     del saved2, quantized, dy
@@ -589,8 +605,10 @@ def _backward(ctx: Any, grad_output: Any, grad_norm: Any, grad_residual: Any) ->
         if d_act is None:
             quantized, plain, d_fused = d_fused, None, None
         else:
-            d_hidden = ActivationBackward(ctx.activation, d_act, hidden, b1_dtype is not None)
-            quantized, plain = _quantized_hidden(gemm1, d_hidden)
+            d_hidden = ActivationBackward(
+                ctx.activation, d_act, hidden, b1_dtype is not None, hidden_scale
+            )
+            quantized, plain = _quantized_hidden(gemm1, d_hidden, later1)
             d_b1 = d_hidden.dbias
             del d_act, d_hidden, hidden
         pending = None
@@ -614,17 +632,18 @@ def _backward(ctx: Any, grad_output: Any, grad_norm: Any, grad_residual: Any) ->
     return (*gradients, None, None, None, None, None)
 
 
-def _quantized_hidden(gemm: Any, d_hidden: ActivationBackward) -> tuple:
+def _quantized_hidden(gemm: Any, d_hidden: ActivationBackward, columns_later: bool) -> tuple:
     """Returns the gradient of the first GEMM's output in FP8, and in bf16 or fp32, or None.
 
-    Sets ``d_hidden.dbias`` if its ``with_dbias`` is True.
+    Sets ``d_hidden.dbias`` if its ``with_dbias`` is True. With ``columns_later`` dgrad makes the
+    columnwise copy.
     """
     quantizer = gemm.quantizers.grad_output
     in_fp8 = gemm.quantizers.backward is None
     need_plain = not in_fp8 or (gemm.need_weight and gemm.quantizers.high_precision_wgrad)
     fp8_wgrad = gemm.need_weight and not need_plain
     if not need_plain and (gemm.need_input or fp8_wgrad):  # else only the bias learns
-        return quantizer.produce(d_hidden, gemm.need_input, fp8_wgrad), None
+        return quantizer.produce(d_hidden, gemm.need_input, fp8_wgrad and not columns_later), None
     plain = d_hidden.plain()
     if d_hidden.with_dbias and d_hidden.dbias is None:
         d_hidden.dbias = plain.sum(0)

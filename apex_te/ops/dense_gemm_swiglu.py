@@ -111,6 +111,7 @@ def dense_gemm_swiglu_bwd(
     scale: torch.Tensor,
     fp8_dtype: torch.dtype,
     *,
+    hidden_scale_inv: torch.Tensor | None = None,
     activation: str = "silu",
     columnwise: bool = True,
     amax: torch.Tensor | None = None,
@@ -127,9 +128,13 @@ def dense_gemm_swiglu_bwd(
             of 16.
         a_scale_inv: one float32 element on the device.
         b_scale_inv: one float32 element on the device.
-        hidden: bfloat16 [M, 2F], contiguous, from ``dense_gemm_swiglu``.
+        hidden: bfloat16 [M, 2F], contiguous, from ``dense_gemm_swiglu``; or E4M3 with
+            ``hidden_scale_inv``.
         scale: one float32 element, the scale of the gradient's FP8 data.
         fp8_dtype: dtype of the gradient's FP8 data, torch.float8_e4m3fn or torch.float8_e5m2.
+        hidden_scale_inv: of a ``hidden`` in E4M3, its scale_inv as ``block_quantize`` makes it with
+            blocks of 1x128. Results are those of its values in bfloat16, which are not written to
+            memory. None: ``hidden`` is not in FP8.
         activation: as passed to ``dense_gemm_swiglu``.
         columnwise: also make the gradient's columnwise copy.
         amax: one float32 element, becomes max(amax, max |gradient|), before scaling; NaN counts as
@@ -164,10 +169,11 @@ def dense_gemm_swiglu_bwd(
     columns = a.new_empty((2 * cols, length), dtype=fp8_dtype) if columnwise else None
     act = None if act_scale is None else a.new_empty((cols, length), dtype=torch.float8_e4m3fn)
     scale_inv = a.new_empty(1, dtype=torch.float32)
-    _bwd(
-        a, b, a_scale_inv, b_scale_inv, hidden, scale, rowwise, columns, amax, scale_inv,
-        act_scale, act, code, _SPLIT,
-    )  # fmt: skip
+    rest = scale, rowwise, columns, amax, scale_inv, act_scale, act, code, _SPLIT
+    if hidden_scale_inv is None:
+        _bwd(a, b, a_scale_inv, b_scale_inv, hidden, *rest)
+    else:
+        _bwd_held(a, b, a_scale_inv, b_scale_inv, hidden, hidden_scale_inv, *rest)
     note_written(amax)
     return GatedGradient(FP8Output(rowwise, columns, scale_inv), act)
 
@@ -231,45 +237,73 @@ def _run_fwd(a, b, a_scale_inv, b_scale_inv, hidden, bias, scale, act, amax, sca
     swiglu.fwd_fp8_into(hidden, None, None, None, scale, act, None, amax, scale_inv, code, *_UNUSED)
 
 
-def _launch_bwd(
-    a, b, a_scale_inv, b_scale_inv, hidden, scale, rowwise, columnwise, amax, scale_inv,
-    act_scale, act_columnwise, code, promotion,
-):  # fmt: skip
+def _launch_bwd(a, b, a_scale_inv, b_scale_inv, hidden, *rest):
     """Returns the ``Launch`` of the fused kernel; None if it does not take these arguments."""
-    given = (hidden, rowwise, columnwise, act_columnwise)
+    return _launch_of_bwd(
+        _lib.dense_gemm_swiglu_bwd, a, b, a_scale_inv, b_scale_inv, (hidden,), rest
+    )
+
+
+def _launch_bwd_held(a, b, a_scale_inv, b_scale_inv, hidden, hidden_scale_inv, *rest):
+    """Returns the ``Launch`` of the fused kernel; None if it does not take these arguments."""
+    given = hidden, hidden_scale_inv
+    return _launch_of_bwd(
+        _lib.dense_gemm_swiglu_held_bwd, a, b, a_scale_inv, b_scale_inv, given, rest
+    )
+
+
+def _launch_of_bwd(function, a, b, a_scale_inv, b_scale_inv, hidden, rest):
+    _, rowwise, columnwise, _, _, _, act_columnwise, code, _ = rest
+    given = (*hidden, rowwise, columnwise, act_columnwise)
     if not (rowwise.dtype is a.dtype and fuses(a, b, _NAMES[code]) and _aligned(*given)):
         return None
-    args = (
-        a, b, a_scale_inv, b_scale_inv, hidden, scale, rowwise, columnwise, amax, scale_inv,
-        act_scale, act_columnwise, code, promotion, 0, dense_gemm.STREAM_RESULTS,
-    )  # fmt: skip
-    return Launch(_lib.dense_gemm_swiglu_bwd, args, 1)
+    args = (a, b, a_scale_inv, b_scale_inv, *hidden, *rest, 0, dense_gemm.STREAM_RESULTS)
+    return Launch(function, args, 1)
 
 
-def _run_bwd(
-    a, b, a_scale_inv, b_scale_inv, hidden, scale, rowwise, columnwise, amax, scale_inv,
-    act_scale, act_columnwise, code, promotion,
-):  # fmt: skip
-    launch = _launch_bwd(
-        a, b, a_scale_inv, b_scale_inv, hidden, scale, rowwise, columnwise, amax, scale_inv,
-        act_scale, act_columnwise, code, promotion,
-    )  # fmt: skip
+def _run_bwd(a, b, a_scale_inv, b_scale_inv, hidden, *rest):
+    launch = _launch_bwd(a, b, a_scale_inv, b_scale_inv, hidden, *rest)
     if launch is not None:
         product_count.add()
         launch.function(*launch.args)
         return
-    grad = hidden.new_empty((a.shape[0], b.shape[0]))
-    dense_gemm.multiply_into(a, b, a_scale_inv, b_scale_inv, grad, None, None, False, promotion)
+    grad = _product(a, b, a_scale_inv, b_scale_inv, rest)
+    scale, rowwise, columnwise, amax, scale_inv, act_scale, act_columnwise, code, _ = rest
+    inputs = hidden, None, None, None
     swiglu.bwd_fp8_into(
-        grad, hidden, None, None, None, scale, rowwise, columnwise, amax, scale_inv, None, None,
-        code, *_UNUSED,
-    )  # fmt: skip
+        grad, *inputs, scale, rowwise, columnwise, amax, scale_inv, None, None, code, *_UNUSED
+    )
     if act_columnwise is not None:
-        swiglu.fwd_fp8_into(
-            hidden, None, None, None, act_scale, None, act_columnwise, None, None, code, *_UNUSED
-        )
+        swiglu.fwd_fp8_into(*inputs, act_scale, None, act_columnwise, None, None, code, *_UNUSED)
+
+
+def _run_bwd_held(a, b, a_scale_inv, b_scale_inv, hidden, hidden_scale_inv, *rest):
+    launch = _launch_bwd_held(a, b, a_scale_inv, b_scale_inv, hidden, hidden_scale_inv, *rest)
+    if launch is not None:
+        product_count.add()
+        launch.function(*launch.args)
+        return
+    grad = _product(a, b, a_scale_inv, b_scale_inv, rest)
+    scale, rowwise, columnwise, amax, scale_inv, act_scale, act_columnwise, code, _ = rest
+    inputs = hidden, hidden_scale_inv
+    swiglu.bwd_held_into(
+        grad, *inputs, scale, rowwise, columnwise, amax, scale_inv, None, None, code, *_UNUSED
+    )
+    if act_columnwise is not None:
+        swiglu.fwd_held_into(*inputs, act_scale, None, act_columnwise, None, None, code, *_UNUSED)
+
+
+def _product(a, b, a_scale_inv, b_scale_inv, rest):
+    """Returns the gradient of the activation's output, from which another op makes the rest."""
+    grad = a.new_empty((a.shape[0], b.shape[0]), dtype=torch.bfloat16)
+    dense_gemm.multiply_into(a, b, a_scale_inv, b_scale_inv, grad, None, None, False, rest[-1])
+    return grad
 
 
 _TILING = ("strip", "cache")
 _fwd = bind("dense_gemm", "dense_gemm_swiglu", _run_fwd, without=_TILING, launch=_launch_fwd)
 _bwd = bind("dense_gemm", "dense_gemm_swiglu_bwd", _run_bwd, without=_TILING, launch=_launch_bwd)
+_bwd_held = bind(
+    "dense_gemm", "dense_gemm_swiglu_held_bwd", _run_bwd_held, without=_TILING,
+    launch=_launch_bwd_held,
+)  # fmt: skip

@@ -9,13 +9,21 @@ import torch
 
 from ..runtime.op_options import ClampedSwiglu, gate_arguments, scales_number
 from . import swiglu
-from ._gated_matrices import dense_biases, input_matrices, output_gradient, result_extents
+from ._gated_matrices import (
+    dense_biases,
+    held_input,
+    input_matrices,
+    output_gradient,
+    result_extents,
+)
 from .binding import bind, checked, note_written, under_name
 from .block_quantize import BlockQuantized, allocate, block_quantize
 from .fp8_output import check_any_output, check_fp8_dtype
 
 _fwd = bind("swiglu_block", "swiglu_fwd_block")
 _bwd = bind("swiglu_block", "swiglu_bwd_block")
+_fwd_held = bind("swiglu_block", "swiglu_fwd_held_block")
+_bwd_held = bind("swiglu_block", "swiglu_bwd_held_block")
 
 _BLOCK = 128
 
@@ -26,6 +34,7 @@ def swiglu_fwd_block(
     up: torch.Tensor | None,
     fp8_dtype: torch.dtype,
     *,
+    input_scale_inv: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     up_bias: torch.Tensor | None = None,
     activation: str | ClampedSwiglu = "silu",
@@ -47,6 +56,9 @@ def swiglu_fwd_block(
         input: float32, float16 or bfloat16, the gate [..., F], or without ``up`` gate and up [...,
             2F]. M is the product of all its dimensions but the last.
         up: [..., F] in the input's dtype, or None.
+        input_scale_inv: of an ``input`` [M, 2F] in E4M3, which has no biases: its scale_inv as
+            ``block_quantize`` makes it with blocks of 1x128. Results are those of its values in
+            bfloat16, which are not written to memory. None: ``input`` is not in FP8.
         bias, up_bias, activation: as in ``swiglu.swiglu``.
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         columnwise_block_rows, rowwise, columnwise, pad_columnwise, scales, pow2, eps, amax: as in
@@ -63,6 +75,9 @@ def swiglu_fwd_block(
     number = scales_number("swiglu_fwd_block", scales, pow2)
     check_fp8_dtype("swiglu_fwd_block", fp8_dtype)
     check_any_output("swiglu_fwd_block", rowwise, columnwise, amax)
+    held = None
+    if input_scale_inv is not None:
+        input, held = held_input("swiglu_fwd_block", input, input_scale_inv, up, bias, 1)
     matrix, up_matrix = input_matrices("swiglu_fwd_block", input, up)
     rows, cols = result_extents(matrix, up_matrix)
     biases = dense_biases(bias, up_bias)
@@ -76,7 +91,11 @@ def swiglu_fwd_block(
         )  # fmt: skip
     blocks = 1, columnwise_block_rows
     out = allocate(matrix, rows, cols, fp8_dtype, blocks, rowwise, columnwise, pad_columnwise)
-    _fwd(matrix, up_matrix, *biases, *out, amax, columnwise_block_rows, eps, number, *gate)
+    rest = amax, columnwise_block_rows, eps, number
+    if held is not None:
+        _fwd_held(matrix, held, *out, *rest, *gate)
+    else:
+        _fwd(matrix, up_matrix, *biases, *out, *rest, *gate)
     note_written(amax)
     return out.of_rows(rows)
 
@@ -88,6 +107,7 @@ def swiglu_bwd_block(
     up: torch.Tensor | None,
     fp8_dtype: torch.dtype,
     *,
+    input_scale_inv: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     up_bias: torch.Tensor | None = None,
     activation: str | ClampedSwiglu = "silu",
@@ -110,6 +130,9 @@ def swiglu_bwd_block(
         input: float32, float16 or bfloat16, the gate [..., F], or without ``up`` gate and up [...,
             2F]. M is the product of all its dimensions but the last.
         up: [..., F] in the input's dtype, or None.
+        input_scale_inv: of an ``input`` [M, 2F] in E4M3, which has no biases: its scale_inv as
+            ``block_quantize`` makes it with blocks of 1x128. Results are those of its values in
+            bfloat16, which are not written to memory. None: ``input`` is not in FP8.
         bias, up_bias, activation: as in ``swiglu.swiglu``.
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         rowwise, columnwise, pad_columnwise, scales, pow2, eps, amax: as in ``block_quantize``.
@@ -126,6 +149,9 @@ def swiglu_bwd_block(
     number = scales_number("swiglu_bwd_block", scales, pow2)
     check_fp8_dtype("swiglu_bwd_block", fp8_dtype)
     check_any_output("swiglu_bwd_block", rowwise, columnwise, amax)
+    held = None
+    if input_scale_inv is not None:
+        input, held = held_input("swiglu_bwd_block", input, input_scale_inv, up, bias, _BLOCK)
     matrix, up_matrix = input_matrices("swiglu_bwd_block", input, up)
     rows, cols = result_extents(matrix, up_matrix)
     biases = dense_biases(bias, up_bias)
@@ -143,7 +169,10 @@ def swiglu_bwd_block(
             pad_columnwise=pad_columnwise, scales=scales, pow2=pow2, eps=eps, amax=amax,
         )  # fmt: skip
     out = allocate(matrix, rows, 2 * cols, fp8_dtype, (1, 1), rowwise, columnwise, pad_columnwise)
-    _bwd(grad_matrix, matrix, up_matrix, *biases, *out, amax, eps, number, *gate)
+    if held is not None:
+        _bwd_held(grad_matrix, matrix, held, *out, amax, eps, number, *gate)
+    else:
+        _bwd(grad_matrix, matrix, up_matrix, *biases, *out, amax, eps, number, *gate)
     note_written(amax)
     return out.of_rows(rows)
 

@@ -30,6 +30,8 @@ APEX_TE_IN_PLACE(dense_gemm, "out: residual")
 // and hidden: FP8 data rowwise and columnwise [2 N, ld], where ld is a multiple of 16 and zeros
 // follow the last row. act_columnwise [N, ld]: the activation's FP8 data once more, with the
 // forward's scale. scale_inv receives 1 / scale.
+// dense_gemm_swiglu_held_bwd: the same with hidden in E4M3, with scales of blocks of 1x128; its
+// values are rounded to bfloat16.
 APEX_TE_FUNCTION(dense_gemm_swiglu,
                  "a: e4m3[m k], b: e4m3[n k], a_scale_inv: f32[1], b_scale_inv: f32[1], "
                  "hidden: bf16[m n]!, bias: bf16[n]?, scale: f32[1], act: e4m3[m n/2]!, "
@@ -41,6 +43,13 @@ APEX_TE_FUNCTION(
     "scale: f32[1], rowwise: F[m 2n]!, columnwise: F[2n m%16]!?, amax: f32[1]!!?, "
     "scale_inv: f32[1]!?, act_scale: f32[1]?, act_columnwise: e4m3[n m%16]!?, activation: int, "
     "promotion: int, strip: int, cache: int",
+    "cuda")
+APEX_TE_FUNCTION(
+    dense_gemm_swiglu_held_bwd,
+    "a: F[m k], b: e4m3[n k], a_scale_inv: f32[1], b_scale_inv: f32[1], hidden: e4m3[m 2n], "
+    "hidden_scale_inv: f32[2n/128 m%4], scale: f32[1], rowwise: F[m 2n]!, "
+    "columnwise: F[2n m%16]!?, amax: f32[1]!!?, scale_inv: f32[1]!?, act_scale: f32[1]?, "
+    "act_columnwise: e4m3[n m%16]!?, activation: int, promotion: int, strip: int, cache: int",
     "cuda")
 
 namespace apex_te {
@@ -142,6 +151,9 @@ struct Gated {
   float *amax, *scale_inv;  // or null
   uint8_t* act;
   const uint16_t* hidden;
+  const uint8_t* held;       // or in E4M3, in place of hidden
+  const float* held_scales;  // [2 N / 128, held_ld]
+  int64_t held_ld;
   uint8_t *rowwise, *columnwise;  // columnwise: or null
   const float* act_scale;
   uint8_t* act_columnwise;  // or null
@@ -220,15 +232,26 @@ inline uint8_t* check_padded(const Args& args, const TensorView& x, DType dtype,
   return data;
 }
 
-inline GatedProduct check_gated_bwd(Args& args) {
+inline GatedProduct check_gated_bwd(Args& args, bool is_held = false) {
   GatedProduct p{};
   DenseGemm& g = p.g;
   check_gated_operands(args, g, DType::kE4M3);
   check_multiple(args, "N", g.n, kGatedGroup);
-  const TensorView hidden = args.tensor(), scale = args.tensor(), rowwise = args.tensor();
+  const TensorView hidden = args.tensor();
+  hidden.has_dtype({is_held ? DType::kE4M3 : DType::kBFloat16}).has_shape({g.m, 2 * g.n});
+  hidden.is_dense();
+  if (is_held) {
+    p.gated.held = hidden.data<const uint8_t>();
+    p.gated.held_ld = (g.m + 3) / 4 * 4;
+    const TensorView scales = args.tensor();
+    scales.has_dtype({DType::kFloat32}).has_shape({(2 * g.n + 127) / 128, p.gated.held_ld});
+    p.gated.held_scales = scales.is_dense().data<const float>();
+    check_aligned(args, "hidden_scale_inv", p.gated.held_scales);
+  } else {
+    p.gated.hidden = hidden.data<const uint16_t>();
+  }
+  const TensorView scale = args.tensor(), rowwise = args.tensor();
   const TensorView columnwise = args.optional_tensor();
-  hidden.has_dtype({DType::kBFloat16}).has_shape({g.m, 2 * g.n}).is_dense();
-  p.gated.hidden = hidden.data<const uint16_t>();
   p.gated.scale = scale.is_scalar(DType::kFloat32).data<const float>();
   rowwise.has_dtype({g.a_type}).has_shape({g.m, 2 * g.n}).is_dense();
   p.gated.rowwise = rowwise.data<uint8_t>();
@@ -246,7 +269,7 @@ inline GatedProduct check_gated_bwd(Args& args) {
   g.strip = args.integer();
   g.cache = args.integer();
   check_choices(args, g);
-  check_aligned(args, "hidden", p.gated.hidden);
+  check_aligned(args, "hidden", hidden.data());
   check_aligned(args, "rowwise", p.gated.rowwise);
   return p;
 }

@@ -3,7 +3,8 @@
 //
 // The results are block_quantize's casts of the results of swiglu_fwd and swiglu_bwd, rounded to
 // the inputs' 16-bit dtype, which is not written to memory. Of the gradient F is a multiple of 128,
-// so that no block has elements of both halves.
+// so that no block has elements of both halves. The functions named "held" take a held input
+// (swiglu/swiglu.h).
 #pragma once
 
 #include "common/numerics/block_cast.h"
@@ -27,6 +28,19 @@ APEX_TE_FUNCTION(swiglu_bwd_block,
                  "columnwise_scale_inv: f32[r/128 pair(w up)%4]!?columnwise, amax: f32[^ 1]!!?, "
                  "eps: float, scales: int, activation: int, limit: float, alpha: float, "
                  "offset: float")
+APEX_TE_FUNCTION(
+    swiglu_fwd_held_block,
+    "input: e4m3[r w], input_scale_inv: f32[w/128 r%4], rowwise: F[r~4 w/2]!?, "
+    "rowwise_scale_inv: f32[w/256 r%4]!?rowwise, columnwise: F[w/2 r~16]!?, "
+    "columnwise_scale_inv: f32[half_scales(w r columnwise_block_rows)]!?columnwise, "
+    "amax: f32[^ 1]!!?, columnwise_block_rows: int, eps: float, scales: int, activation: int, "
+    "limit: float, alpha: float, offset: float")
+APEX_TE_FUNCTION(swiglu_bwd_held_block,
+                 "grad_output: bf16[r f], input: e4m3[r 2f], input_scale_inv: f32[2f/128 r%4], "
+                 "rowwise: F[r~4 2f]!?, rowwise_scale_inv: f32[2f/128 r%4]!?rowwise, "
+                 "columnwise: F[2f r~16]!?, columnwise_scale_inv: f32[r/128 2f%4]!?columnwise, "
+                 "amax: f32[^ 1]!!?, eps: float, scales: int, activation: int, limit: float, "
+                 "alpha: float, offset: float")
 
 namespace apex_te {
 
@@ -35,12 +49,12 @@ struct SwigluBlock {
   BlockCast cast;
 };
 
-inline SwigluBlock check_swiglu_block(Args& args, bool is_bwd) {
+inline SwigluBlock check_swiglu_block(Args& args, bool is_bwd, bool is_held = false) {
   SwigluBlock p = {};
   Swiglu& op = p.op;
   TensorView grad_output;
   if (is_bwd) grad_output = args.tensor();
-  check_swiglu_input(args, op);
+  is_held ? check_held_input(args, op) : check_swiglu_input(args, op);
   if (op.dtype == DType::kFloat32)
     fail(kApexTeTypeError, "%s: input must be float16 or bfloat16, got float32", args.name());
   if (is_bwd) {

@@ -35,13 +35,14 @@ void compute_tile(const Swiglu& p, RowLoop loop, const BlockTile& t, Scratch<T>&
   for (int64_t r = 0; r < t.rows; ++r) {
     const int64_t row = t.row0 + r;
     if (row + kBlockRowsAhead < p.rows) {
-      ahead(p.gate, row, p.gate_ld);
-      ahead(p.up, row, p.up_ld);
+      if (!p.held_scales) {
+        ahead(p.gate, row, p.gate_ld);
+        ahead(p.up, row, p.up_ld);
+      }
       if (p.grad_output) ahead(p.grad_output, row, p.cols);
     }
-    const float* gate =
-        read_row(dtype, p.gate, row * p.gate_ld + t.col0, biases[0], t.cols, scratch.gate);
-    const float* up = read_row(dtype, p.up, row * p.up_ld + t.col0, biases[1], t.cols, scratch.up);
+    const float* gate = read_gate(p, row, t.col0, biases[0], t.cols, scratch.gate);
+    const float* up = read_up(p, row, t.col0, biases[1], t.cols, scratch.up);
     if (p.grad_output) dtype.widen(p.grad_output, row * p.cols + t.col0, t.cols, scratch.grad);
     loop(gate, up, scratch.grad, t.cols, p.clamp, scratch.made[0], scratch.made[1]);
     for (int h = 0; h < (p.grad_output ? 2 : 1); ++h)
@@ -106,4 +107,10 @@ APEX_TE_DEFINE(swiglu_fwd_block) {
 }
 APEX_TE_DEFINE(swiglu_bwd_block) {
   apex_te::run_swiglu_block(apex_te::check_swiglu_block(args, true));
+}
+APEX_TE_DEFINE(swiglu_fwd_held_block) {
+  apex_te::run_swiglu_block(apex_te::check_swiglu_block(args, false, true));
+}
+APEX_TE_DEFINE(swiglu_bwd_held_block) {
+  apex_te::run_swiglu_block(apex_te::check_swiglu_block(args, true, true));
 }

@@ -5,6 +5,7 @@ import torch
 
 from apex_te.ops import dense_gemm_swiglu as op
 from apex_te.ops import swiglu
+from apex_te.ops.block_quantize import block_dequantize, block_quantize
 from apex_te.ops.dense_gemm import dense_gemm
 from apex_te.ops.dense_gemm_swiglu import dense_gemm_swiglu, dense_gemm_swiglu_bwd
 from tests.checks import assert_same_bits, needs_cuda
@@ -86,13 +87,17 @@ def backward_operands(m, f, k, fp8, device):
     return normal(m, k, fp8, device, 8), normal(f, k, E4M3, device), *inv, hidden
 
 
-def check_backward(x, fp8, *, act=True, columnwise=True, start=0.0, scale=5.0):
-    device, hidden = x[0].device, x[4]
+def check_backward(x, fp8, *, act=True, columnwise=True, held=False, start=0.0, scale=5.0):
+    device, hidden, hidden_scale_inv = x[0].device, x[4], None
+    if held:
+        codes, hidden_scale_inv = block_quantize(hidden, E4M3, columnwise=False)[:2]
+        x = *x[:4], codes
+        hidden = block_dequantize(codes, hidden_scale_inv)
     amax, expected_amax = scalar(start, device), scalar(start, device)
     act_scale = scalar(2.5, device)
     grad, act_columns = dense_gemm_swiglu_bwd(
-        *x, scalar(scale, device), fp8, columnwise=columnwise, amax=amax,
-        act_scale=act_scale if act else None,
+        *x, scalar(scale, device), fp8, hidden_scale_inv=hidden_scale_inv, columnwise=columnwise,
+        amax=amax, act_scale=act_scale if act else None,
     )  # fmt: skip
     product = dense_gemm(*x[:4], use_split_accumulator=True)
     expected = swiglu.swiglu_bwd_fp8(
@@ -119,6 +124,23 @@ def test_backward_equals_product_and_swiglu(device, poison, shape, fp8):
     check_backward(x, fp8, act=False, start=1.5)
     check_backward(x, fp8, columnwise=False)
     check_backward(x, fp8, columnwise=False, act=False)
+
+
+@pytest.mark.parametrize("fp8", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_backward_of_held_hidden(device, poison, shape, fp8):
+    """With scales from 2^-126 to 2^120, and blocks of NaN, infinity and zeros."""
+    x = backward_operands(*shape, fp8, device)
+    hidden = x[4]
+    exponents = torch.arange(shape[0], device=device) * 41 % 247 - 126
+    scaled = hidden * (2.0**exponents)[:, None]
+    for values in (hidden, scaled.bfloat16()):
+        values[-1, :3] = torch.tensor([float("nan"), float("inf"), 0.0])
+        values[0, -1] = 0.0
+        check_backward((*x[:4], values), fp8, held=True)
+        check_backward((*x[:4], values), fp8, held=True, act=False, start=1.5)
+        check_backward((*x[:4], values), fp8, held=True, columnwise=False)
+        check_backward((*x[:4], values), fp8, held=True, columnwise=False, act=False)
 
 
 def test_backward_of_nan_and_infinity(device):
