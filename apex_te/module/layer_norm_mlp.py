@@ -322,11 +322,13 @@ _Operands = tuple[Any, Any, Any, Any]
 class ActivatedProduct(NamedTuple):
     """FC1's output ``[rows, 2F]`` in bf16, and FP8 copies of the activation's result.
 
-    ``act_scale``, fp32 ``[1]``, is the scale with which backward makes the columnwise copy; None if
-    backward needs no such copy, or ``act`` has it.
+    With ``hidden_scale`` the output is in E4M3, as ``hold`` makes it. ``act_scale``, fp32 ``[1]``, is
+    the scale with which backward makes the columnwise copy; None if backward needs no such copy, or
+    ``act`` has it.
     """
 
     hidden: torch.Tensor
+    hidden_scale: torch.Tensor | None
     act: QuantizedTensor
     act_scale: torch.Tensor | None
 
@@ -365,8 +367,12 @@ def activated_product(
     x: Operand,
     w1: torch.Tensor,
     weight: QuantizedTensor | None,
+    holds: bool,
 ) -> ActivatedProduct:
-    """Computes FC1 and the activation; ``weight``, FP8 copies of ``w1``, are made here if None."""
+    """Computes FC1 and the activation; ``weight``, FP8 copies of ``w1``, are made here if None.
+
+    With ``holds`` FC1's output is held in FP8 where its kernel does so.
+    """
     assert isinstance(x, QuantizedTensor)  # no rows are gathered
     if weight is None:
         weight = quantized_weight(gemm1.quantizers, gemm1.quantizers.weight, w1, False)
@@ -378,14 +384,20 @@ def activated_product(
     later = gemm2.keeps_input and gemm2.need_input
     now = gemm2.keeps_input and not later
     known = None if now else quantizer.scale_in_advance()
+    hidden_scale = None
     if known is None:
         hidden = dense_gemm(*operands)
         act = quantizer.produce(ActivationForward(_SWIGLU, hidden), True, now)
     else:
         scale, amax = known
-        hidden, out = dense_gemm_swiglu.dense_gemm_swiglu(*operands, scale, amax=amax)
+        if holds:
+            hidden, hidden_scale, out = dense_gemm_swiglu.dense_gemm_swiglu_held(
+                *operands, scale, amax=amax
+            )
+        else:
+            hidden, out = dense_gemm_swiglu.dense_gemm_swiglu(*operands, scale, amax=amax)
         act = shared_scale(out, quantizer.dtype)
-    return ActivatedProduct(hidden, act, quantizer.snapshot() if later else None)
+    return ActivatedProduct(hidden, hidden_scale, act, quantizer.snapshot() if later else None)
 
 
 def hidden_gradient(
@@ -507,11 +519,14 @@ def _forward(
     quantized, part, y = normalized(norm, gemm1, norm_options)
     weight1, _ = gemm1.cast_weight(w1, call.cached[0])
     saved1 = gemm1.saved(y, part, w1, weight1)
-    plain = act_scale = None
+    plain = act_scale = hidden_scale = None
     operand: Operand
+    holds = call.small and need_hidden
     fuses = takes(gemm1, gemm2, activation, norm.x, w1, b1)
     if fuses:
-        hidden, operand, act_scale = activated_product(gemm1, gemm2, quantized, w1, weight1)
+        hidden, hidden_scale, operand, act_scale = activated_product(
+            gemm1, gemm2, quantized, w1, weight1, holds
+        )
         part = operand
         del quantized, weight1
     else:
@@ -520,6 +535,9 @@ def _forward(
         act = ActivationForward(activation, hidden)
         plain = act.plain() if gemm2.saves_values else None
         operand, part = gemm2.cast_input(act if plain is None else plain)
+        del act
+    if holds and hidden_scale is None:
+        hidden, hidden_scale = hold(hidden)
     # With sequence parallelism the hidden rows are those of all ranks, and are split again.
     shape: tuple[int, ...] = inp.shape
     if gemm1.options.parallel is not None:
@@ -533,9 +551,6 @@ def _forward(
     else:
         out = inp.new_empty(known, dtype=dtype)
 
-    hidden_scale = None
-    if call.small and need_hidden:
-        hidden, hidden_scale = hold(hidden)
     ctx.save_for_backward(
         *saved1,
         *gemm2.saved(plain, part, w2, weight2),

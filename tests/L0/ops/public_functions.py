@@ -486,6 +486,10 @@ def make_case(name: str, rows: int = 32, cols: int = 64) -> Case:
             {**swiglu_operands(E4M3, *shape, 32), "scale": one(),
              "bias": torch.randn(32).bfloat16(), "amax": one()}, ("amax",),
         ),
+        "dense_gemm_swiglu.dense_gemm_swiglu_held": lambda: Case(
+            {**swiglu_operands(E4M3, *shape, 256), "scale": one(),
+             "bias": torch.randn(256).bfloat16(), "amax": one()}, ("amax",),
+        ),
         "dense_gemm_swiglu.dense_gemm_swiglu_bwd": lambda: Case(
             {**swiglu_operands(E5M2, *shape, 16), "hidden": torch.randn(rows, 32).bfloat16(),
              "scale": one(), "fp8_dtype": E5M2, "amax": one(), "act_scale": one()}, ("amax",),

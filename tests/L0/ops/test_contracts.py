@@ -48,6 +48,7 @@ OWN_SIZES = {  # where these are too large, or multiples are required
     "fp8_gemm": GEMM,
     "wgrad_gemm": GEMM,
     "fp8_block_accumulate": {"m": 261, "n": 262},
+    "dense_gemm_swiglu_held": GEMM | {"m": 270, "n": 512},
     "dense_gemm": GEMM | {"m": 270},
     "grouped_gemm": GROUPED,
     "grouped_block_cast": SIZES,
@@ -84,6 +85,7 @@ FORMS = {
     "multi_tensor_sgd": [({"momentum": 0.0}, ())], "moe_permute_map": ROUTES,
     "moe_permute_fwd": ROUTES, "dense_gemm_swiglu": SWIGLU,
     "dense_gemm_swiglu_bwd": SWIGLU_BWD, "dense_gemm_swiglu_held_bwd": SWIGLU_BWD,
+    "dense_gemm_swiglu_held": SWIGLU,
     "grouped_cast": SOURCES, "grouped_block_cast": SOURCES,
 }  # fmt: skip
 # Tensors that are refused without another one, and functions that are refused without any of these.
@@ -131,6 +133,7 @@ CHECKS = {
         "dense_gemm": "check_dense_gemm(args)",
         "dense_gemm_swiglu": "check_gated(args)",
         "dense_gemm_swiglu_bwd": "check_gated_bwd(args)",
+        "dense_gemm_swiglu_held": "check_gated(args, true)",
         "dense_gemm_swiglu_held_bwd": "check_gated_bwd(args, true)",
     },
     "fp8_gemm/fp8_gemm.h": {each: f"check_{each}(args)" for each in PRODUCTS},

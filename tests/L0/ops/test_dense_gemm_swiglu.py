@@ -7,7 +7,11 @@ from apex_te.ops import dense_gemm_swiglu as op
 from apex_te.ops import swiglu
 from apex_te.ops.block_quantize import block_dequantize, block_quantize
 from apex_te.ops.dense_gemm import dense_gemm
-from apex_te.ops.dense_gemm_swiglu import dense_gemm_swiglu, dense_gemm_swiglu_bwd
+from apex_te.ops.dense_gemm_swiglu import (
+    dense_gemm_swiglu,
+    dense_gemm_swiglu_bwd,
+    dense_gemm_swiglu_held,
+)
 from tests.checks import assert_same_bits, needs_cuda
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -56,6 +60,30 @@ def test_forward_equals_product_and_swiglu(device, poison, shape):
     x = forward_operands(*shape, device)
     check_forward(x)
     check_forward(x, bias=torch.randn(2 * shape[1], device=device).bfloat16() * 3, start=0.5)
+
+
+@pytest.mark.parametrize(
+    "shape", [*SHAPES, (5, 128, 32), (129, 256, 144), (300, 640, 272)], ids=str
+)
+def test_forward_with_held_hidden(device, poison, shape):
+    """With scales from 2^-126 to 2^126, and blocks of NaN, infinity and zeros."""
+    m, f, k = shape
+    x = forward_operands(m, f, k, device)
+    weights = torch.zeros(2 * f, device=device)
+    weights[f // 3], weights[f // 2], weights[-1] = float("nan"), float("inf"), -1e38
+    biases = [None, torch.randn(2 * f, device=device), weights]
+    factors = 1.0, 2.0**-149, 2.0**-133, 2.0**120
+    for bias, factor in [(bias, 1.0) for bias in biases] + [(None, factor) for factor in factors]:
+        operands = (*x[:3], x[3] * factor)
+        scale, amaxes = scalar(3.0, device), [scalar(0.5, device) for _ in range(2)]
+        hidden, scale_inv, act = dense_gemm_swiglu_held(*operands, scale, bias=bias, amax=amaxes[0])
+        expected = dense_gemm_swiglu(*operands, scale, bias=bias, amax=amaxes[1])
+        held = block_quantize(expected.hidden, E4M3, columnwise=False)
+        assert_same_bits(bytes_of(hidden), bytes_of(held.rowwise))
+        assert_same_bits(scale_inv, held.rowwise_scale_inv)
+        assert_same_bits(bytes_of(act.rowwise), bytes_of(expected.act.rowwise))
+        assert_same_bits(act.scale_inv, expected.act.scale_inv)
+        assert_same_bits(*amaxes)
 
 
 def test_forward_against_float64(device):
