@@ -322,9 +322,9 @@ _Operands = tuple[Any, Any, Any, Any]
 class ActivatedProduct(NamedTuple):
     """FC1's output ``[rows, 2F]`` in bf16, and FP8 copies of the activation's result.
 
-    With ``hidden_scale`` the output is in E4M3, as ``hold`` makes it. ``act_scale``, fp32 ``[1]``, is
-    the scale with which backward makes the columnwise copy; None if backward needs no such copy, or
-    ``act`` has it.
+    With ``hidden_scale`` the output is in E4M3, as ``hold`` makes it. ``act_scale``, fp32 ``[1]``,
+    is the scale with which backward makes the columnwise copy; None if backward needs no such copy,
+    or ``act`` has it.
     """
 
     hidden: torch.Tensor
