@@ -11,7 +11,12 @@ from torch.nn import functional
 from ..fp8.scheme.base import shared_scale
 from ..fp8.tensor import QuantizedTensor
 from ..ops import dense_gemm_swiglu
-from ..ops.binding import OpFunction, once_differentiable, unwrapped
+from ..ops.binding import (
+    OpFunction,
+    once_differentiable,
+    second_backward_is_refused,
+    unwrapped,
+)
 from ..ops.dense_gemm import dense_gemm
 from ..runtime.named_arguments import check_flags, named_arguments
 from ._core import arguments as _arguments
@@ -41,7 +46,7 @@ from ._core.held_rows import hold, input_of
 from ._core.norm_parameters import NormedModule
 from ._core.parallel import divided, tag
 from ._core.plain_functions import PlainActivationFunction
-from ._core.programs import apply_function, repeatable, take_saved
+from ._core.programs import apply_function, may_overwrite_saved, repeatable, take_saved
 from ._core.recompute import Repeated, run_repeatable
 from .layer_norm_linear import (
     SAVED_NORM,
@@ -409,12 +414,14 @@ def hidden_gradient(
     hidden_scale: torch.Tensor | None,
     act_scale: torch.Tensor | None,
     columns_later: bool,
+    overwrites: bool,
 ) -> tuple[QuantizedTensor, torch.Tensor | None]:
     """Computes FC2's dgrad and the activation's gradient, and the activation once more.
 
     Returns ``(d_hidden, act)``; ``act`` has columnwise FP8 data, and is None without ``act_scale``.
     Frees the rowwise copy of ``dy``; wgrad may then reuse its memory. With ``columns_later`` FC1's
-    dgrad makes the columnwise copy of ``d_hidden``.
+    dgrad makes the columnwise copy of ``d_hidden``; with ``overwrites`` the rowwise copy may take
+    the memory of ``hidden``.
     """
     weight, quantizer = gemm2.recast_weight(saved), gemm1.quantizers.grad_output
     operands: _Operands = (
@@ -441,7 +448,7 @@ def hidden_gradient(
             ActivationForward(_SWIGLU, hidden, hidden_scale),
         )
         act = forward.fp8(act_scale, fp8, False, True, None, True)[1]
-    gradient = ActivationBackward(_SWIGLU, d_act, hidden, False, hidden_scale)
+    gradient = ActivationBackward(_SWIGLU, d_act, hidden, False, hidden_scale, overwrites)
     return quantizer.produce(gradient, gemm1.need_input, columnwise), act
 
 
@@ -562,6 +569,7 @@ def _forward(
     ctx.set_materialize_grads(False)
     ctx.gemms, ctx.norm, ctx.activation = (gemm1, gemm2), norm_options, activation
     ctx.fuses, ctx.small = fuses, call.small
+    ctx.owns_saved = second_backward_is_refused(ctx)
     ctx.needs_norm = (needs[2], needs[3])
     ctx.bias_dtypes = (
         b1.dtype if b1 is not None and needs[5] else None,
@@ -599,8 +607,9 @@ def _backward(ctx: Any, grad_output: Any, grad_norm: Any, grad_residual: Any) ->
     if gemm2.need_input and ctx.fuses:
         act_scale = saved2[1] if gemm2.remakes_input else act_scale
         d_fused, act = hidden_gradient(
-            gemm1, gemm2, saved2, quantized, hidden, hidden_scale, act_scale, later1
-        )
+            gemm1, gemm2, saved2, quantized, hidden, hidden_scale, act_scale, later1,
+            hidden_scale is not None and may_overwrite_saved(ctx),
+        )  # fmt: skip
         saved2 = saved2 if act is None else (act, *saved2[1:])
         del hidden, act
     elif gemm2.need_input:
@@ -620,8 +629,9 @@ def _backward(ctx: Any, grad_output: Any, grad_norm: Any, grad_residual: Any) ->
         if d_act is None:
             quantized, plain, d_fused = d_fused, None, None
         else:
+            overwrites = hidden_scale is not None and may_overwrite_saved(ctx)
             d_hidden = ActivationBackward(
-                ctx.activation, d_act, hidden, b1_dtype is not None, hidden_scale
+                ctx.activation, d_act, hidden, b1_dtype is not None, hidden_scale, overwrites
             )
             quantized, plain = _quantized_hidden(gemm1, d_hidden, later1)
             d_b1 = d_hidden.dbias

@@ -242,6 +242,7 @@ def swiglu_bwd_fp8(
     fp8_dtype: torch.dtype,
     *,
     input_scale_inv: torch.Tensor | None = None,
+    overwrite_input: bool = False,
     bias: torch.Tensor | None = None,
     up_bias: torch.Tensor | None = None,
     activation: str | ClampedSwiglu = "silu",
@@ -267,6 +268,8 @@ def swiglu_bwd_fp8(
         input_scale_inv: of an ``input`` [M, 2F] in E4M3, which has no biases: its scale_inv as
             ``block_quantize`` makes it with blocks of 1x128. Results are those of its values in
             bfloat16, which are not written to memory. None: ``input`` is not in FP8.
+        overwrite_input: let the rowwise copy take the memory of an ``input`` with input_scale_inv,
+            whose values are lost, where a kernel reads that; else it has memory of its own.
         bias, up_bias, activation: as in ``swiglu``.
         rowwise: make the rowwise copy, [M, 2F].
         columnwise: make the columnwise copy, the transpose [2F, M].
@@ -291,16 +294,20 @@ def swiglu_bwd_fp8(
     rows, cols = result_extents(matrix, up_matrix)
     biases = dense_biases(bias, up_bias)
     grad_matrix = output_gradient("swiglu_bwd_fp8", grad_output, input, cols)
+    overwrites = overwrite_input and rowwise and held is not None
+    makes = rowwise and not overwrites
     out = allocate(
-        "swiglu_bwd_fp8", matrix, rows, 2 * cols, fp8_dtype, rowwise, columnwise, pad_columnwise
+        "swiglu_bwd_fp8", matrix, rows, 2 * cols, fp8_dtype, makes, columnwise, pad_columnwise
     )
+    if overwrites:
+        out = out._replace(rowwise=matrix.view(fp8_dtype))
     dbias, workspace = _dbias(grad_matrix, rows, cols, with_dbias)
     written = out.rowwise, out.columnwise, amax, out.scale_inv, dbias, workspace
     if held is not None:
         bwd_held_into(grad_matrix, matrix, held, scale, *written, *gate)
     else:
         bwd_fp8_into(grad_matrix, matrix, up_matrix, *biases, scale, *written, *gate)
-    note_written(amax)
+    note_written(amax, matrix if overwrites else None)
     return SwigluFP8Grads(out, dbias)
 
 

@@ -17,7 +17,7 @@ from ._gated_matrices import (
     result_extents,
 )
 from .binding import bind, checked, note_written, under_name
-from .block_quantize import BlockQuantized, allocate, block_quantize
+from .block_quantize import BlockQuantized, allocate, block_quantize, scale_shape
 from .fp8_output import check_any_output, check_fp8_dtype
 
 _fwd = bind("swiglu_block", "swiglu_fwd_block")
@@ -108,6 +108,7 @@ def swiglu_bwd_block(
     fp8_dtype: torch.dtype,
     *,
     input_scale_inv: torch.Tensor | None = None,
+    overwrite_input: bool = False,
     bias: torch.Tensor | None = None,
     up_bias: torch.Tensor | None = None,
     activation: str | ClampedSwiglu = "silu",
@@ -133,6 +134,8 @@ def swiglu_bwd_block(
         input_scale_inv: of an ``input`` [M, 2F] in E4M3, which has no biases: its scale_inv as
             ``block_quantize`` makes it with blocks of 1x128. Results are those of its values in
             bfloat16, which are not written to memory. None: ``input`` is not in FP8.
+        overwrite_input: let the rowwise copy take the memory of an ``input`` with input_scale_inv,
+            whose values are lost, where a kernel reads that; else it has memory of its own.
         bias, up_bias, activation: as in ``swiglu.swiglu``.
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         rowwise, columnwise, pad_columnwise, scales, pow2, eps, amax: as in ``block_quantize``.
@@ -168,12 +171,18 @@ def swiglu_bwd_block(
             "swiglu_bwd_block", joined, fp8_dtype, rowwise=rowwise, columnwise=columnwise,
             pad_columnwise=pad_columnwise, scales=scales, pow2=pow2, eps=eps, amax=amax,
         )  # fmt: skip
-    out = allocate(matrix, rows, 2 * cols, fp8_dtype, (1, 1), rowwise, columnwise, pad_columnwise)
+    overwrites = overwrite_input and rowwise and held is not None
+    makes = rowwise and not overwrites
+    out = allocate(matrix, rows, 2 * cols, fp8_dtype, (1, 1), makes, columnwise, pad_columnwise)
+    if overwrites:
+        shape = scale_shape(rows, 2 * cols, 1)
+        scales = matrix.new_empty(shape, dtype=torch.float32)
+        out = out._replace(rowwise=matrix.view(fp8_dtype), rowwise_scale_inv=scales)
     if held is not None:
         _bwd_held(grad_matrix, matrix, held, *out, amax, eps, number, *gate)
     else:
         _bwd(grad_matrix, matrix, up_matrix, *biases, *out, amax, eps, number, *gate)
-    note_written(amax)
+    note_written(amax, matrix if overwrites else None)
     return out.of_rows(rows)
 
 

@@ -56,6 +56,7 @@ APEX_TE_FUNCTION(swiglu_bwd_held_fp8,
                  "amax: f32[^ 1]!!?, scale_inv: f32[scale]!?, dbias: bf16[+ 2f]!?, "
                  "workspace: f32[r/64 2f]!?dbias, activation: int, limit: float, alpha: float, "
                  "offset: float")
+APEX_TE_IN_PLACE(swiglu_bwd_held_fp8, "rowwise: input")
 
 namespace apex_te {
 

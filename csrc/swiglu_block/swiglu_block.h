@@ -41,6 +41,7 @@ APEX_TE_FUNCTION(swiglu_bwd_held_block,
                  "columnwise: F[2f r~16]!?, columnwise_scale_inv: f32[r/128 2f%4]!?columnwise, "
                  "amax: f32[^ 1]!!?, eps: float, scales: int, activation: int, limit: float, "
                  "alpha: float, offset: float")
+APEX_TE_IN_PLACE(swiglu_bwd_held_block, "rowwise: input")
 
 namespace apex_te {
 

@@ -343,10 +343,11 @@ class ActivationForward(BaseFusedCast):
 class ActivationBackward(BaseFusedCast):
     """Gradient of an activation's input ``x`` as a fused cast, from ``dy`` ``[rows, F]``.
 
-    ``scale_inv`` as in ``ActivationForward``.
+    ``scale_inv`` as in ``ActivationForward``; with ``overwrites`` a rowwise copy may take the
+    memory of an ``x`` in E4M3.
     """
 
-    __slots__ = ("can_fuse", "can_fuse_blocks", "dy", "name", "scale_inv")
+    __slots__ = ("can_fuse", "can_fuse_blocks", "dy", "name", "overwrites", "scale_inv")
 
     def __init__(
         self,
@@ -355,10 +356,12 @@ class ActivationBackward(BaseFusedCast):
         x: torch.Tensor,
         with_dbias: bool,
         scale_inv: torch.Tensor | None = None,
+        overwrites: bool = False,
     ) -> None:
         super().__init__(x, with_dbias)
         self.name = name
         self.scale_inv = scale_inv
+        self.overwrites = overwrites
         self.dy = dy
         # The kernels of the other activations have no column sums.
         self.can_fuse = is_gated(name) or name == "gelu" or not with_dbias
@@ -407,7 +410,7 @@ class ActivationBackward(BaseFusedCast):
             gate = gate_of(self.name)
             grads = swiglu.swiglu_bwd_fp8(
                 self.dy, self.x, None, scale, dtype, input_scale_inv=self.scale_inv,
-                activation=gate, **options,
+                overwrite_input=self.overwrites, activation=gate, **options,
             )  # fmt: skip
         else:
             grads = bias_gelu.bias_gelu_bwd_fp8(self.dy, self.x, None, scale, dtype, **options)
@@ -419,6 +422,7 @@ class ActivationBackward(BaseFusedCast):
         """Returns the gradient, in the shape of ``x``, in blocks; see ``FusedCast.blocks``."""
         return swiglu_block.swiglu_bwd_block(
             self.dy, self.x, None, options.dtype, input_scale_inv=self.scale_inv,
-            activation=gate_of(self.name), rowwise=rowwise, columnwise=columnwise,
-            pad_columnwise=options.pad_columnwise, scales=options.scales, eps=options.eps,
+            overwrite_input=self.overwrites, activation=gate_of(self.name), rowwise=rowwise,
+            columnwise=columnwise, pad_columnwise=options.pad_columnwise, scales=options.scales,
+            eps=options.eps,
         )  # fmt: skip

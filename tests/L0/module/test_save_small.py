@@ -8,6 +8,7 @@ import torch
 from checks import assert_same_bits
 from layer_kinds import with_repeatable_core
 from schemes import SCHEMES, chosen
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import apex_te
@@ -238,6 +239,44 @@ def test_programs_and_what_is_frozen(device, name, kind):
 
     first, second = gradients(2)
     assert_equal(first, second)
+
+
+@pytest.mark.parametrize("name", ["delayed", "tensorwise", "blockwise"])
+def test_what_is_saved_is_overwritten_only_in_the_last_backward(device, name):
+    """With a retained graph, and where hooks hand out tensors that others keep."""
+    module = LayerNormMLP(
+        WIDTH, 2 * WIDTH, bias=False, activation="swiglu", normalization="RMSNorm",
+        params_dtype=torch.bfloat16, device=device,
+    )  # fmt: skip
+    given = [p for p in module.parameters() if p.requires_grad]
+    kept = []
+
+    def forward():
+        x = torch.ones(8, 2, WIDTH, device=device, dtype=torch.bfloat16).requires_grad_()
+        with fp8_autocast(fp8_recipe=SCHEMES[name], save="small"):
+            return x, module(x)
+
+    def pack(t):
+        kept.append((t, t.clone()))
+        return t
+
+    before = set_enabled(False)
+    try:
+        forward()
+        for hooks in (contextlib.nullcontext(), saved_tensors_hooks(pack, lambda t: t)):
+            with hooks:
+                x, out = forward()
+            found = [
+                torch.autograd.grad(out.sum(), [x, *given], retain_graph=retain)
+                for retain in (True, True, False)
+            ]
+            for other in found[1:]:
+                assert_equal(other, found[0])
+        assert kept
+        for now, then in kept:
+            assert_same_bits(now.view(torch.uint8), then.view(torch.uint8))
+    finally:
+        set_enabled(before)
 
 
 # Saved bytes for an element of the layer's input: that input, queries, keys and values, attention's

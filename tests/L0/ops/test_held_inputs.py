@@ -42,6 +42,12 @@ def check(found, expected):
             assert_same_bits(bytes_of(a), bytes_of(b))
 
 
+def check_overwritten(codes, rowwise, expected):
+    """Checks whether a rowwise copy, if there is one, has the memory of the input."""
+    if rowwise is not None and codes.numel():
+        assert (rowwise.data_ptr() == codes.data_ptr()) == expected
+
+
 @pytest.mark.parametrize("fp8", [E4M3, E5M2], ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -63,6 +69,13 @@ def test_one_scale(device, poison, shape, activation, fp8):
         expected = swiglu.swiglu_bwd_fp8(dy, values, None, scale, fp8, amax=amaxes[3], **options)
         check((*grads.output, grads.dbias), (*expected.output, expected.dbias))
         check(amaxes[::2], amaxes[1::2])
+        del options["with_dbias"]
+        lost = codes.clone()
+        grads = swiglu.swiglu_bwd_fp8(
+            dy, lost, None, scale, fp8, input_scale_inv=scale_inv, overwrite_input=True, **options
+        )
+        check(grads.output, expected.output)
+        check_overwritten(lost, grads.output.rowwise, shape[1] % 8 == 0)
 
 
 @pytest.mark.parametrize("scales", ["pow2", "fp32", "server"])
@@ -82,8 +95,14 @@ def test_blocks(device, poison, shape, activation, scales):
             )
         check(
             swiglu_block.swiglu_bwd_block(dy, codes, None, E5M2, **given, **copies),
-            swiglu_block.swiglu_bwd_block(dy, values, None, E5M2, **options, **copies),
+            expected := swiglu_block.swiglu_bwd_block(dy, values, None, E5M2, **options, **copies),
         )
+        lost = codes.clone()
+        grads = swiglu_block.swiglu_bwd_block(
+            dy, lost, None, E5M2, overwrite_input=True, **given, **copies
+        )
+        check(grads, expected)
+        check_overwritten(lost, grads.rowwise, shape[1] % 128 == 0)
 
 
 def test_refused():
