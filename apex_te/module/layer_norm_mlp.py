@@ -615,9 +615,9 @@ def _backward(ctx: Any, grad_output: Any, grad_norm: Any, grad_residual: Any) ->
     elif gemm2.need_input:
         d_act = gemm2.dgrad(saved2, quantized, ctx.input_dtype)
         if gemm2.remakes_input:
-            source = ActivationForward(ctx.activation, hidden, hidden_scale)
-            saved2 = gemm2.remade(saved2, source, False)
-            del source
+            activated = ActivationForward(ctx.activation, hidden, hidden_scale)
+            saved2 = gemm2.remade(saved2, activated, False)
+            del activated
     if gemm2.need_weight:
         d_w2 = gemm2.wgrad(saved2, dy, quantized)
     del saved2, quantized, dy

@@ -147,13 +147,16 @@ def dense_gemm_swiglu_held(
     """
     name = "dense_gemm_swiglu_held"
     if a.dim() == b.dim() == 2 and b.shape[0] % (2 * _BLOCK):
-        options = {"bias": bias, "activation": activation, "amax": amax}
         try:
-            found = dense_gemm_swiglu(a, b, a_scale_inv, b_scale_inv, scale, **options)
+            found = dense_gemm_swiglu(
+                a, b, a_scale_inv, b_scale_inv, scale, bias=bias, activation=activation, amax=amax
+            )
         except (TypeError, ValueError) as error:
             raise under_name(name, error) from error
         held = block_quantize(found.hidden, torch.float8_e4m3fn, columnwise=False)
-        return HeldHidden(held[0], held[1], found.act)
+        assert held.rowwise is not None
+        assert held.rowwise_scale_inv is not None
+        return HeldHidden(held.rowwise, held.rowwise_scale_inv, found.act)
     code = gated_activation_number(name, activation)
     check_operands(name, a, b)
     rows, cols = len(a), len(b)

@@ -175,9 +175,8 @@ def swiglu_bwd_block(
     makes = rowwise and not overwrites
     out = allocate(matrix, rows, 2 * cols, fp8_dtype, (1, 1), makes, columnwise, pad_columnwise)
     if overwrites:
-        shape = scale_shape(rows, 2 * cols, 1)
-        scales = matrix.new_empty(shape, dtype=torch.float32)
-        out = out._replace(rowwise=matrix.view(fp8_dtype), rowwise_scale_inv=scales)
+        row_scales = matrix.new_empty(scale_shape(rows, 2 * cols, 1), dtype=torch.float32)
+        out = out._replace(rowwise=matrix.view(fp8_dtype), rowwise_scale_inv=row_scales)
     if held is not None:
         _bwd_held(grad_matrix, matrix, held, *out, amax, eps, number, *gate)
     else:

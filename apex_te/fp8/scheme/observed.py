@@ -74,7 +74,7 @@ class ObservedQuantizer(Quantizer):
     def produce(
         self, producer: FusedCast, rowwise: bool = True, columnwise: bool = True
     ) -> QuantizedTensor:
-        if getattr(producer, "overwrites", False):
+        if hasattr(producer, "overwrites"):
             producer.overwrites = False  # the op runs again below
         quantized = self.inner.produce(producer, rowwise, columnwise)
         fp8_data = quantized.rowwise if rowwise else quantized.columnwise

@@ -391,7 +391,7 @@ class GemmCall(NamedTuple):
         return dy.multiplied(backend.bound(DGRAD, weight, out_dtype), out)
 
     def drop_rows(self, dy: QuantizedTensor) -> None:
-        """Frees the rowwise copy of a gradient, of which the columnwise one is made if need be."""
+        """Frees the rowwise copy of a gradient; makes the columnwise one of it if need be."""
         if dy.columnwise is None and self.transposes_gradient:
             assert dy.rowwise is not None
             pad = self.quantizers.grad_output.pad_columnwise
