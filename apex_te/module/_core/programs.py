@@ -68,15 +68,10 @@ def may_overwrite_saved(ctx: Any) -> bool:
     ``ctx.owns_saved`` is what ``second_backward_is_refused`` returned in forward. False if programs
     may run the backward.
     """
+    if torch.compiler.is_compiling() or not ctx.owns_saved or ctx.programs is not None:
+        return False
     keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
-    return (
-        ctx.owns_saved
-        and ctx.programs is None
-        and not torch.compiler.is_compiling()
-        and graph_task_id() != -1
-        and keeps_graph is not None
-        and not keeps_graph()
-    )
+    return graph_task_id() != -1 and keeps_graph is not None and not keeps_graph()
 
 
 def apply_function(function: Any, inputs: tuple[torch.Tensor | None, ...], *rest: Any) -> Any:
