@@ -33,6 +33,18 @@ __device__ __forceinline__ const char* address(const void* matrix, int64_t ld, i
   return static_cast<const char*>(matrix) + 2 * (row * ld + col);
 }
 
+template <int kCount, bool kHeld>
+__device__ __forceinline__ void load_halves(const Swiglu& p, int64_t row, int64_t col, int rows,
+                                            Words4* gate, Words4* up) {
+  if constexpr (kHeld) {
+    load_held<kCount>(p, row, col, rows, true, p.cols - col, gate);
+    load_held<kCount>(p, row, p.cols + col, rows, true, p.cols - col, up);
+  } else {
+    load_rows<kCount>(address(p.gate, p.gate_ld, row, col), 2 * p.gate_ld, rows, gate);
+    load_rows<kCount>(address(p.up, p.up_ld, row, col), 2 * p.up_ld, rows, up);
+  }
+}
+
 __device__ __forceinline__ void add(const Words4& addends, bool is_half, float* values) {
   float a[kVec];
   unpack16(addends, is_half, a);
@@ -44,7 +56,7 @@ __device__ __forceinline__ Words4 load_bias(const void* bias, int64_t col, int64
   return bias && col < cols ? load_vec(static_cast<const BFloat16*>(bias) + col) : Words4{};
 }
 
-template <Activation kAct>
+template <Activation kAct, bool kHeld>
 __global__ void __launch_bounds__(Tile::kThreads, kBlocks) swiglu_fwd_tile_kernel(const Swiglu p) {
   __shared__ uint32_t warp_amaxes[Tile::kThreads / 32];
   __shared__ __align__(16) uint2 tile[Tile::kSharedWords];
@@ -57,11 +69,8 @@ __global__ void __launch_bounds__(Tile::kThreads, kBlocks) swiglu_fwd_tile_kerne
   const float scale = *p.scale;
   const Words4 gate_bias = load_bias(p.gate_bias, at.col, at.cols);
   const Words4 up_bias = load_bias(p.up_bias, at.col, at.cols);
-  const char* gate_from = address(p.gate, p.gate_ld, at.row, at.col);
-  const char* up_from = address(p.up, p.up_ld, at.row, at.col);
   Words4 gate[kRows], up[kRows];
-  load_rows<kRows>(gate_from, 2 * p.gate_ld, rows, gate);
-  load_rows<kRows>(up_from, 2 * p.up_ld, rows, up);
+  load_halves<kRows, kHeld>(p, at.row, at.col, rows, gate, up);
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     float g[kVec], u[kVec];
@@ -108,7 +117,7 @@ __device__ __forceinline__ void share_rows(const uint2* gate, const uint2* up, b
 
 // All loads of a thread are in flight at once, and twice the threads share a tile's arithmetic,
 // which is what a small matrix waits for.
-template <Activation kAct>
+template <Activation kAct, bool kHeld>
 __global__ void __launch_bounds__(kBwdThreads, kBwdBlocks) swiglu_bwd_tile_kernel(const Swiglu p) {
   constexpr int kWarps = kBwdThreads / 32;
   __shared__ uint32_t warp_amaxes[kWarps];
@@ -129,8 +138,7 @@ __global__ void __launch_bounds__(kBwdThreads, kBwdBlocks) swiglu_bwd_tile_kerne
   const Words4 gate_bias = load_bias(p.gate_bias, at.col, at.cols);
   const Words4 up_bias = load_bias(p.up_bias, at.col, at.cols);
   Words4 gate[kBwdRows], up[kBwdRows], grad[kBwdRows];
-  load_rows<kBwdRows>(address(p.gate, p.gate_ld, row, at.col), 2 * p.gate_ld, rows, gate);
-  load_rows<kBwdRows>(address(p.up, p.up_ld, row, at.col), 2 * p.up_ld, rows, up);
+  load_halves<kBwdRows, kHeld>(p, row, at.col, rows, gate, up);
   load_rows<kBwdRows>(address(p.grad_output, p.cols, row, at.col), 2 * p.cols, rows, grad);
 #pragma unroll
   for (int r = 0; r < kBwdRows; ++r) {
@@ -216,10 +224,14 @@ void launch_swiglu_tile(const Swiglu& p, bool is_bwd, cudaStream_t stream) {
   if (p.rows && p.cols) blocks = Tile::grid(p.rows, p.cols, "swiglu");
   GatedKinds::choose(p.activation, [&](auto act) {
     constexpr Activation kAct = decltype(act)::value;
+    const auto fwd =
+        p.held_scales ? swiglu_fwd_tile_kernel<kAct, true> : swiglu_fwd_tile_kernel<kAct, false>;
+    const auto bwd =
+        p.held_scales ? swiglu_bwd_tile_kernel<kAct, true> : swiglu_bwd_tile_kernel<kAct, false>;
     if (is_bwd)
-      swiglu_bwd_tile_kernel<kAct><<<blocks, kBwdThreads, 0, stream>>>(p);
+      bwd<<<blocks, kBwdThreads, 0, stream>>>(p);
     else
-      swiglu_fwd_tile_kernel<kAct><<<blocks, Tile::kThreads, 0, stream>>>(p);
+      fwd<<<blocks, Tile::kThreads, 0, stream>>>(p);
   });
   check_cuda(cudaGetLastError(), "swiglu");
   if (!p.dbias) return;

@@ -3,12 +3,11 @@
 // of the same inputs.
 //
 // The kernels are compiled for each activation and dtype, those of a direction and of rules that
-// divide or multiply in a file of their own. Format, alignment and biases are branches that a whole
-// grid takes alike.
+// divide or multiply in a file of their own, and those of held inputs. Format, alignment and biases
+// are branches that a whole grid takes alike.
 #pragma once
 
 #include "common/gpu/block_1x128.h"
-#include "common/gpu/staged_rows.h"
 #include "swiglu/swiglu_device.h"
 #include "swiglu_block/swiglu_block.h"
 
@@ -26,43 +25,22 @@ constexpr int kBatch = 4;
 
 struct Params {
   Swiglu op;
-  BlockCast cast;
+  BlockCast cast, hold;
   bool loads_vectors, stores_vectors;
-  unsigned resident;  // blocks that run at once
 };
 
-// Rows that do not begin at whole vectors, of a half-warp, on their way through shared memory.
-using Staged = StagedRows<kBatch>;
-constexpr size_t kStagedBytes = sizeof(Staged) * Tile::kThreads / kStagedLanes;
-
-// A call, so that its code is there once.
-static __device__ __noinline__ void fetch_staged(const void* matrix, const uint16_t* first,
-                                                 int64_t ld, int rows, int64_t cols, Staged& to) {
-  __syncwarp();  // all have read what was there
-  StagedPlace(0, 0, rows, cols).fetch({first, ld}, matrix, to);
-  finish_fetches();
-}
-
-// kBatch rows of a thread from `x` on in `matrix`, `ld` elements apart, of which `rows` exist, with
-// n elements left. as_vectors: the rows' 8 elements may be loaded at once, or none exist.
+// kBatch rows of a thread from `x` on, `ld` elements apart, of which `rows` exist. as_vectors: the
+// rows' 8 elements may be loaded at once; otherwise n of them exist.
 template <typename T>
-__device__ __forceinline__ void load_rows(const void* matrix, const T* x, int64_t ld, int rows,
-                                          bool as_vectors, int64_t n, Vec8<T>* in) {
-  if (as_vectors) {
+__device__ __forceinline__ void load_rows(const T* x, int64_t ld, int rows, bool as_vectors,
+                                          int64_t n, Vec8<T>* in) {
+  if (as_vectors && rows >= kBatch) {
 #pragma unroll
-    for (int r = 0; r < kBatch; ++r, x += ld) in[r] = r < rows ? load_vec(x) : Vec8<T>{};
+    for (int r = 0; r < kBatch; ++r, x += ld) in[r] = load_vec(x);
     return;
   }
-  extern __shared__ __align__(16) unsigned char shared[];
-  Staged& staged = reinterpret_cast<Staged*>(shared)[threadIdx.x / kStagedLanes];
-  const int before = threadIdx.x % kStagedLanes * kVec;
-  const auto* first = reinterpret_cast<const uint16_t*>(x) - before;
-  // The first lane's columns exist if any do.
-  rows = __shfl_sync(0xFFFFFFFFu, rows, 0, kStagedLanes);
-  fetch_staged(matrix, first, ld, rows, n + before, staged);
 #pragma unroll
-  for (int r = 0; r < kBatch; ++r)
-    in[r] = StagedPlace(0, 0, rows, n + before).read<T>({first, ld}, staged, r);
+  for (int r = 0; r < kBatch; ++r, x += ld) in[r] = load_partial(x, r < rows ? n : 0);
 }
 template <typename T>
 __device__ __forceinline__ void add_bias(const void* bias, int64_t col, int64_t n, float* values) {
@@ -75,7 +53,7 @@ __device__ __forceinline__ void add_bias(const void* bias, int64_t col, int64_t 
 // A thread's part of a tile at `at`: results of forward into `first`; of backward dgate into
 // `first` and dup into `second`. Zeros where the matrix has no element: a bias would make
 // something of none, and a gradient -0.
-template <typename T, Activation kAct, bool kBwd>
+template <typename T, Activation kAct, bool kBwd, bool kHeld>
 __device__ __forceinline__ void compute(const Params& p, const Tile::Place& at, Vec8<T>* first,
                                         Vec8<T>* second) {
   const Swiglu& op = p.op;
@@ -87,9 +65,14 @@ __device__ __forceinline__ void compute(const Params& p, const Tile::Place& at, 
 #pragma unroll
   for (int r0 = 0; r0 < kRows; r0 += kBatch) {
     Vec8<T> gate[kBatch], up[kBatch], grad[kBatch];
-    load_rows(op.gate, gates, op.gate_ld, rows - r0, p.loads_vectors, n, gate);
-    load_rows(op.up, ups, op.up_ld, rows - r0, p.loads_vectors, n, up);
-    if (kBwd) load_rows(op.grad_output, grads, op.cols, rows - r0, p.loads_vectors, n, grad);
+    if constexpr (kHeld) {
+      load_held<kBatch>(op, at.row + r0, at.col, rows - r0, p.loads_vectors, n, gate);
+      load_held<kBatch>(op, at.row + r0, op.cols + at.col, rows - r0, p.loads_vectors, n, up);
+    } else {
+      load_rows(gates, op.gate_ld, rows - r0, p.loads_vectors, n, gate);
+      load_rows(ups, op.up_ld, rows - r0, p.loads_vectors, n, up);
+    }
+    if (kBwd) load_rows(grads, op.cols, rows - r0, p.loads_vectors, n, grad);
     gates += kBatch * op.gate_ld;
     ups += kBatch * op.up_ld;
     grads += kBatch * op.cols;
@@ -118,33 +101,7 @@ __device__ __forceinline__ void compute(const Params& p, const Tile::Place& at, 
   }
 }
 
-// Brings the inputs of a block that starts when this one ends to the L2 cache, while this one
-// casts.
-__device__ __forceinline__ void prefetch_next(const Params& p) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && !defined(APEX_TE_PORTABLE)
-  const Swiglu& op = p.op;
-  const unsigned next = blockIdx.x + p.resident;
-  const int64_t row_tile = block_row() + next / gridDim.x;
-  const int64_t col = int64_t{next % gridDim.x} * kBlock;
-  for (int i = threadIdx.x; i < 3 * kBlock; i += Tile::kThreads) {
-    const int64_t row = row_tile * kBlock + i % kBlock;
-    if (row >= op.rows) continue;
-    const int of = i / kBlock;
-    const auto* from = static_cast<const uint16_t*>(of == 0   ? op.gate
-                                                    : of == 1 ? op.up
-                                                              : op.grad_output) +
-                       row * (of == 0   ? op.gate_ld
-                              : of == 1 ? op.up_ld
-                                        : op.cols) +
-                       col;
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(from)),
-                 "r"(static_cast<int>(2 * kBlock))
-                 : "memory");
-  }
-#endif
-}
-
-template <typename T, Activation kAct, bool kBwd, bool kDivides>
+template <typename T, Activation kAct, bool kBwd, bool kDivides, bool kHeld>
 __global__ void __launch_bounds__(Tile::kThreads, kBlocks<kBwd>)
     swiglu_block_kernel(const Params p) {
   __shared__ Block1x128Shared<T> shared;
@@ -154,47 +111,52 @@ __global__ void __launch_bounds__(Tile::kThreads, kBlocks<kBwd>)
   const AnyFormat<kDivides> format{p.cast.fp8 == DType::kE5M2};
   const bool is_whole = p.stores_vectors && at.is_whole();
   Vec8<T> first[kVec], second[kVec];
-  compute<T, kAct, kBwd>(p, at, first, second);
-  if (kBwd && p.loads_vectors) prefetch_next(p);
+  compute<T, kAct, kBwd, kHeld>(p, at, first, second);
   at.cols = p.cast.cols;
-  cast_1x128<T, AnyFormat<kDivides>, !kBwd>(p.cast, at, p.stores_vectors, is_whole, format, first,
-                                            shared);
+  cast_1x128(p.cast, at, p.stores_vectors, is_whole, format, first, shared);
   if (!kBwd) return;
   at.col0 += p.op.cols;
   at.col += p.op.cols;
   cast_1x128(p.cast, at, p.stores_vectors, is_whole, format, second, shared);
 }
 
-template <bool kBwd, bool kDivides>
+template <bool kBwd, bool kDivides, bool kHeld>
 void launch(const Params& p, cudaStream_t stream) {
   if (!p.op.rows || !p.op.cols) return;
   const dim3 blocks = Tile::grid(p.op.rows, p.op.cols, "swiglu_block");
   GatedKinds::choose(p.op.activation, [&](auto act) {
     constexpr Activation kAct = decltype(act)::value;
-    const auto kernel = p.op.dtype == DType::kFloat16
-                            ? swiglu_block_kernel<Half, kAct, kBwd, kDivides>
-                            : swiglu_block_kernel<BFloat16, kAct, kBwd, kDivides>;
-    kernel<<<blocks, Tile::kThreads, p.loads_vectors ? 0 : kStagedBytes, stream>>>(p);
+    auto kernel = swiglu_block_kernel<BFloat16, kAct, kBwd, kDivides, kHeld>;
+    if constexpr (!kHeld)
+      if (p.op.dtype == DType::kFloat16)
+        kernel = swiglu_block_kernel<Half, kAct, kBwd, kDivides, kHeld>;
+    kernel<<<blocks, Tile::kThreads, 0, stream>>>(p);
   });
   check_cuda(cudaGetLastError(), "swiglu_block");
 }
 // Compiled where a file instantiates them.
-extern template void launch<false, false>(const Params&, cudaStream_t);
-extern template void launch<false, true>(const Params&, cudaStream_t);
-extern template void launch<true, false>(const Params&, cudaStream_t);
-extern template void launch<true, true>(const Params&, cudaStream_t);
+extern template void launch<false, false, false>(const Params&, cudaStream_t);
+extern template void launch<false, true, false>(const Params&, cudaStream_t);
+extern template void launch<true, false, false>(const Params&, cudaStream_t);
+extern template void launch<true, true, false>(const Params&, cudaStream_t);
+extern template void launch<false, false, true>(const Params&, cudaStream_t);
+extern template void launch<false, true, true>(const Params&, cudaStream_t);
+extern template void launch<true, false, true>(const Params&, cudaStream_t);
+extern template void launch<true, true, true>(const Params&, cudaStream_t);
 
-template <bool kBwd>
+inline bool stores_vectors(const BlockCast& p) {
+  return fp8_tile_aligned(p.columnwise_ld, p.cols, p.rowwise, p.columnwise);
+}
+
+template <bool kBwd, bool kHeld = false>
 void run(Args& args) {
-  const SwigluBlock given = check_swiglu_block(args, kBwd);
+  const SwigluBlock given = check_swiglu_block(args, kBwd, kHeld ? Holding::kHeld : Holding::kNone);
   const DeviceGuard guard(args.device_id());
   const auto stream = static_cast<cudaStream_t>(args.stream());
-  const BlockCast& cast = given.cast;
-  const int resident = kBlocks<kBwd> * device_attribute(cudaDevAttrMultiProcessorCount);
-  const Params p{given.op, cast, swiglu_inputs_aligned(given.op),
-                 fp8_tile_aligned(cast.columnwise_ld, cast.cols, cast.rowwise, cast.columnwise),
-                 static_cast<unsigned>(resident)};
-  with_divides(cast.rule, [&](auto divides) { launch<kBwd, decltype(divides)::value>(p, stream); });
+  const bool aligned = kHeld ? held_input_aligned(given.op) : swiglu_inputs_aligned(given.op);
+  const Params p{given.op, given.cast, given.hold, aligned, stores_vectors(given.cast)};
+  with_divides(p.cast.rule,
+               [&](auto divides) { launch<kBwd, decltype(divides)::value, kHeld>(p, stream); });
 }
 
 }  // namespace swiglu_block
