@@ -144,6 +144,9 @@ extern template void launch<false, true, true>(const Params&, cudaStream_t);
 extern template void launch<true, false, true>(const Params&, cudaStream_t);
 extern template void launch<true, true, true>(const Params&, cudaStream_t);
 
+// Forward of inputs that do not allow vector accesses.
+void launch_staged(const Params& p, cudaStream_t stream);
+
 inline bool stores_vectors(const BlockCast& p) {
   return fp8_tile_aligned(p.columnwise_ld, p.cols, p.rowwise, p.columnwise);
 }
@@ -155,6 +158,7 @@ void run(Args& args) {
   const auto stream = static_cast<cudaStream_t>(args.stream());
   const bool aligned = kHeld ? held_input_aligned(given.op) : swiglu_inputs_aligned(given.op);
   const Params p{given.op, given.cast, given.hold, aligned, stores_vectors(given.cast)};
+  if (!kBwd && !kHeld && !aligned) return launch_staged(p, stream);
   with_divides(p.cast.rule,
                [&](auto divides) { launch<kBwd, decltype(divides)::value, kHeld>(p, stream); });
 }
