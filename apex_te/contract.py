@@ -75,6 +75,11 @@ def _gated_scales(cols: str, up: bool, rows: str, block_rows: int) -> str:
     return f"{cols}/{128 if up else 256} {rows}/128%4"
 
 
+def _half_scales(cols: str, rows: str, block_rows: int) -> str:
+    """Returns ``_gated_scales`` of an input of ``cols`` columns, gate and up in one tensor."""
+    return _gated_scales(cols, False, rows, block_rows)
+
+
 def _pair(cols: str, up: bool, apart: bool = False) -> str:
     """Returns 2F, of gate and up side by side; F if the half of up is a tensor of its own."""
     if apart:
@@ -98,6 +103,7 @@ LAYOUTS: dict[str, Callable[..., str]] = {
     "block_lines": _block_lines,
     "gated": _gated,
     "gated_scales": _gated_scales,
+    "half_scales": _half_scales,
     "pair": _pair,
 }
 SIZES: dict[str, Callable[..., int]] = {

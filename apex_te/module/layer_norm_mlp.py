@@ -11,7 +11,12 @@ from torch.nn import functional
 from ..fp8.scheme.base import shared_scale
 from ..fp8.tensor import QuantizedTensor
 from ..ops import dense_gemm_swiglu
-from ..ops.binding import OpFunction, once_differentiable, unwrapped
+from ..ops.binding import (
+    OpFunction,
+    once_differentiable,
+    second_backward_is_refused,
+    unwrapped,
+)
 from ..ops.dense_gemm import dense_gemm
 from ..runtime.named_arguments import check_flags, named_arguments
 from ._core import arguments as _arguments
@@ -37,11 +42,11 @@ from ._core.gemm import (
     quantized_weight,
 )
 from ._core.heads import output_gradient
-from ._core.held_rows import hold, values_of
+from ._core.held_rows import hold, input_of
 from ._core.norm_parameters import NormedModule
 from ._core.parallel import divided, tag
 from ._core.plain_functions import PlainActivationFunction
-from ._core.programs import apply_function, repeatable, take_saved
+from ._core.programs import apply_function, may_overwrite_saved, repeatable, take_saved
 from ._core.recompute import Repeated, run_repeatable
 from .layer_norm_linear import (
     SAVED_NORM,
@@ -322,11 +327,13 @@ _Operands = tuple[Any, Any, Any, Any]
 class ActivatedProduct(NamedTuple):
     """FC1's output ``[rows, 2F]`` in bf16, and FP8 copies of the activation's result.
 
-    ``act_scale``, fp32 ``[1]``, is the scale with which backward makes the columnwise copy; None if
-    backward needs no such copy, or ``act`` has it.
+    With ``hidden_scale`` the output is in E4M3, as ``hold`` makes it. ``act_scale``, fp32 ``[1]``,
+    is the scale with which backward makes the columnwise copy; None if backward needs no such copy,
+    or ``act`` has it.
     """
 
     hidden: torch.Tensor
+    hidden_scale: torch.Tensor | None
     act: QuantizedTensor
     act_scale: torch.Tensor | None
 
@@ -365,8 +372,12 @@ def activated_product(
     x: Operand,
     w1: torch.Tensor,
     weight: QuantizedTensor | None,
+    holds: bool,
 ) -> ActivatedProduct:
-    """Computes FC1 and the activation; ``weight``, FP8 copies of ``w1``, are made here if None."""
+    """Computes FC1 and the activation; ``weight``, FP8 copies of ``w1``, are made here if None.
+
+    With ``holds`` FC1's output is held in FP8 where its kernel does so.
+    """
     assert isinstance(x, QuantizedTensor)  # no rows are gathered
     if weight is None:
         weight = quantized_weight(gemm1.quantizers, gemm1.quantizers.weight, w1, False)
@@ -378,14 +389,20 @@ def activated_product(
     later = gemm2.keeps_input and gemm2.need_input
     now = gemm2.keeps_input and not later
     known = None if now else quantizer.scale_in_advance()
+    hidden_scale = None
     if known is None:
         hidden = dense_gemm(*operands)
         act = quantizer.produce(ActivationForward(_SWIGLU, hidden), True, now)
     else:
         scale, amax = known
-        hidden, out = dense_gemm_swiglu.dense_gemm_swiglu(*operands, scale, amax=amax)
+        if holds:
+            hidden, hidden_scale, out = dense_gemm_swiglu.dense_gemm_swiglu_held(
+                *operands, scale, amax=amax
+            )
+        else:
+            hidden, out = dense_gemm_swiglu.dense_gemm_swiglu(*operands, scale, amax=amax)
         act = shared_scale(out, quantizer.dtype)
-    return ActivatedProduct(hidden, act, quantizer.snapshot() if later else None)
+    return ActivatedProduct(hidden, hidden_scale, act, quantizer.snapshot() if later else None)
 
 
 def hidden_gradient(
@@ -394,33 +411,45 @@ def hidden_gradient(
     saved: tuple,
     dy: QuantizedTensor,
     hidden: torch.Tensor,
+    hidden_scale: torch.Tensor | None,
     act_scale: torch.Tensor | None,
+    columns_later: bool,
+    overwrites: bool,
 ) -> tuple[QuantizedTensor, torch.Tensor | None]:
     """Computes FC2's dgrad and the activation's gradient, and the activation once more.
 
     Returns ``(d_hidden, act)``; ``act`` has columnwise FP8 data, and is None without ``act_scale``.
-    Frees the rowwise copy of ``dy``; wgrad may then reuse its memory.
+    Frees the rowwise copy of ``dy``; wgrad may then reuse its memory. With ``columns_later`` FC1's
+    dgrad makes the columnwise copy of ``d_hidden``; with ``overwrites`` the rowwise copy may take
+    the memory of ``hidden``.
     """
     weight, quantizer = gemm2.recast_weight(saved), gemm1.quantizers.grad_output
     operands: _Operands = (
         dy.rowwise, weight.columnwise, dy.rowwise_scale_inv, weight.columnwise_scale_inv
     )  # fmt: skip
     known = quantizer.scale_in_advance()
+    columnwise = gemm1.need_weight and not columns_later
     if known is not None:
         scale, amax = known
         out, act = dense_gemm_swiglu.dense_gemm_swiglu_bwd(
-            *operands, hidden, scale, quantizer.dtype, columnwise=gemm1.need_weight, amax=amax,
-            act_scale=act_scale,
+            *operands, hidden, scale, quantizer.dtype, hidden_scale_inv=hidden_scale,
+            columnwise=columnwise, amax=amax, act_scale=act_scale,
         )  # fmt: skip
-        dy.rowwise = None
+        del weight, operands
+        gemm2.drop_rows(dy)
         return shared_scale(out, quantizer.dtype), act
     d_act = dense_gemm(*operands, use_split_accumulator=True)
-    dy.rowwise = act = None
+    del weight, operands
+    gemm2.drop_rows(dy)
+    act = None
     if act_scale is not None:
-        fp8 = gemm2.quantizers.input.dtype
-        act = ActivationForward(_SWIGLU, hidden).fp8(act_scale, fp8, False, True, None, True)[1]
-    gradient = ActivationBackward(_SWIGLU, d_act, hidden, False)
-    return quantizer.produce(gradient, gemm1.need_input, gemm1.need_weight), act
+        fp8, forward = (
+            gemm2.quantizers.input.dtype,
+            ActivationForward(_SWIGLU, hidden, hidden_scale),
+        )
+        act = forward.fp8(act_scale, fp8, False, True, None, True)[1]
+    gradient = ActivationBackward(_SWIGLU, d_act, hidden, False, hidden_scale, overwrites)
+    return quantizer.produce(gradient, gemm1.need_input, columnwise), act
 
 
 class LayerNormMLPFunction(OpFunction):
@@ -497,19 +526,27 @@ def _forward(
     quantized, part, y = normalized(norm, gemm1, norm_options)
     weight1, _ = gemm1.cast_weight(w1, call.cached[0])
     saved1 = gemm1.saved(y, part, w1, weight1)
-    plain = act_scale = None
+    plain = act_scale = hidden_scale = None
     operand: Operand
+    holds = call.small and need_hidden
     fuses = takes(gemm1, gemm2, activation, norm.x, w1, b1)
     if fuses:
-        hidden, operand, act_scale = activated_product(gemm1, gemm2, quantized, w1, weight1)
+        hidden, hidden_scale, operand, act_scale = activated_product(
+            gemm1, gemm2, quantized, w1, weight1, holds
+        )
         part = operand
         del quantized, weight1
     else:
         hidden = _gemm.multiply(gemm1.quantizers, quantized, w1, weight1, b1, dtype)
         del quantized, part, weight1
-        act = ActivationForward(activation, hidden)
+        act = ActivationForward(activation, hidden, holds=holds)
         plain = act.plain() if gemm2.saves_values else None
         operand, part = gemm2.cast_input(act if plain is None else plain)
+        held, hidden_scale = act.held
+        hidden = hidden if held is None else held
+        del act, held
+    if holds and hidden_scale is None:
+        hidden, hidden_scale = hold(hidden)
     # With sequence parallelism the hidden rows are those of all ranks, and are split again.
     shape: tuple[int, ...] = inp.shape
     if gemm1.options.parallel is not None:
@@ -523,9 +560,6 @@ def _forward(
     else:
         out = inp.new_empty(known, dtype=dtype)
 
-    hidden_scale = None
-    if call.small and need_hidden:
-        hidden, hidden_scale = hold(hidden)
     ctx.save_for_backward(
         *saved1,
         *gemm2.saved(plain, part, w2, weight2),
@@ -536,7 +570,8 @@ def _forward(
     )
     ctx.set_materialize_grads(False)
     ctx.gemms, ctx.norm, ctx.activation = (gemm1, gemm2), norm_options, activation
-    ctx.fuses = fuses
+    ctx.fuses, ctx.small = fuses, call.small
+    ctx.owns_saved = second_backward_is_refused(ctx)
     ctx.needs_norm = (needs[2], needs[3])
     ctx.bias_dtypes = (
         b1.dtype if b1 is not None and needs[5] else None,
@@ -564,20 +599,27 @@ def _backward(ctx: Any, grad_output: Any, grad_norm: Any, grad_residual: Any) ->
     dy = as_matrix(output_gradient(ctx.output_shape, grad_output, grad_norm, grad_residual))
     if ctx.adds:  # the third output exists only otherwise
         grad_residual = grad_output
-    quantized, d_b2, dy = gemm2.cast_gradient(dy, b2_dtype)
+    # What is saved in FP8 is read as it is, and gradients have one copy at a time.
+    if hidden_scale is not None:
+        hidden, hidden_scale = input_of(ctx.activation, hidden, hidden_scale, ctx.input_dtype)
+    later1, later2 = (ctx.small and gemm.transposes_gradient for gemm in (gemm1, gemm2))
+    quantized, d_b2, dy = gemm2.cast_gradient(dy, b2_dtype, later2)
     d_w1 = d_b1 = d_w2 = d_act = d_fused = dx = d_gamma = d_beta = None
     # Every step frees what only it needed: the peak is that of bf16 modules or below.
     if gemm2.need_input and ctx.fuses:
-        hidden = values_of(hidden, hidden_scale, ctx.input_dtype)
         act_scale = saved2[1] if gemm2.remakes_input else act_scale
-        d_fused, act = hidden_gradient(gemm1, gemm2, saved2, quantized, hidden, act_scale)
+        d_fused, act = hidden_gradient(
+            gemm1, gemm2, saved2, quantized, hidden, hidden_scale, act_scale, later1,
+            hidden_scale is not None and may_overwrite_saved(ctx),
+        )  # fmt: skip
         saved2 = saved2 if act is None else (act, *saved2[1:])
         del hidden, act
     elif gemm2.need_input:
         d_act = gemm2.dgrad(saved2, quantized, ctx.input_dtype)
-        hidden = values_of(hidden, hidden_scale, ctx.input_dtype)
         if gemm2.remakes_input:
-            saved2 = gemm2.remade(saved2, ActivationForward(ctx.activation, hidden), False)
+            activated = ActivationForward(ctx.activation, hidden, hidden_scale)
+            saved2 = gemm2.remade(saved2, activated, False)
+            del activated
     if gemm2.need_weight:
         d_w2 = gemm2.wgrad(saved2, dy, quantized)
     del saved2, quantized, dy
@@ -589,8 +631,11 @@ def _backward(ctx: Any, grad_output: Any, grad_norm: Any, grad_residual: Any) ->
         if d_act is None:
             quantized, plain, d_fused = d_fused, None, None
         else:
-            d_hidden = ActivationBackward(ctx.activation, d_act, hidden, b1_dtype is not None)
-            quantized, plain = _quantized_hidden(gemm1, d_hidden)
+            overwrites = hidden_scale is not None and may_overwrite_saved(ctx)
+            d_hidden = ActivationBackward(
+                ctx.activation, d_act, hidden, b1_dtype is not None, hidden_scale, overwrites
+            )
+            quantized, plain = _quantized_hidden(gemm1, d_hidden, later1)
             d_b1 = d_hidden.dbias
             del d_act, d_hidden, hidden
         pending = None
@@ -614,17 +659,18 @@ def _backward(ctx: Any, grad_output: Any, grad_norm: Any, grad_residual: Any) ->
     return (*gradients, None, None, None, None, None)
 
 
-def _quantized_hidden(gemm: Any, d_hidden: ActivationBackward) -> tuple:
+def _quantized_hidden(gemm: Any, d_hidden: ActivationBackward, columns_later: bool) -> tuple:
     """Returns the gradient of the first GEMM's output in FP8, and in bf16 or fp32, or None.
 
-    Sets ``d_hidden.dbias`` if its ``with_dbias`` is True.
+    Sets ``d_hidden.dbias`` if its ``with_dbias`` is True. With ``columns_later`` dgrad makes the
+    columnwise copy.
     """
     quantizer = gemm.quantizers.grad_output
     in_fp8 = gemm.quantizers.backward is None
     need_plain = not in_fp8 or (gemm.need_weight and gemm.quantizers.high_precision_wgrad)
     fp8_wgrad = gemm.need_weight and not need_plain
     if not need_plain and (gemm.need_input or fp8_wgrad):  # else only the bias learns
-        return quantizer.produce(d_hidden, gemm.need_input, fp8_wgrad), None
+        return quantizer.produce(d_hidden, gemm.need_input, fp8_wgrad and not columns_later), None
     plain = d_hidden.plain()
     if d_hidden.with_dbias and d_hidden.dbias is None:
         d_hidden.dbias = plain.sum(0)

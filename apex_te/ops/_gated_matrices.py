@@ -6,6 +6,34 @@ import math
 
 import torch
 
+from .block_quantize import block_dequantize
+
+
+def held_input(
+    op: str,
+    input: torch.Tensor,
+    scale_inv: torch.Tensor,
+    up: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    multiple: int,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Returns a held input [M, 2F] and its scales; or its values and None.
+
+    Kernels read a held input if F is a multiple of ``multiple``. Raises ValueError if there is
+    ``up`` or a bias, and TypeError unless the input is in E4M3.
+    """
+    for name, value in (("up", up), ("bias", bias)):
+        if value is not None:
+            raise ValueError(f"{op}: {name} must be None with input_scale_inv, got a tensor")
+    if input.dtype is not torch.float8_e4m3fn:
+        raise TypeError(
+            f"{op}: input must be torch.float8_e4m3fn with input_scale_inv, got {input.dtype}"
+        )
+    matrix = input_matrices(op, input, None)[0].contiguous()
+    if matrix.shape[1] % (2 * multiple):
+        return block_dequantize(matrix, scale_inv), None
+    return matrix, scale_inv
+
 
 def input_matrices(
     op: str, input: torch.Tensor, up: torch.Tensor | None

@@ -13,7 +13,7 @@ from . import reference_codec
 from .binding import bind, checked, note_written
 from .fp8_output import check_any_output, check_fp8_dtype, check_out_dtype, columnwise_length
 
-_quantize = bind("block_quantize", "block_quantize")
+quantize_into = bind("block_quantize", "block_quantize")
 _dequantize = bind("block_quantize", "block_dequantize")
 
 _BLOCK = 128
@@ -143,7 +143,7 @@ def block_quantize(
             x, x.shape[0], x.shape[1], fp8_dtype, (block_rows, column_block_rows), rowwise,
             columnwise, pad_columnwise,
         )  # fmt: skip
-    _quantize(x.contiguous(), *out, amax, block_rows, column_block_rows, eps, number)
+    quantize_into(x.contiguous(), *out, amax, block_rows, column_block_rows, eps, number)
     if given is not None or amax is not None:
         note_written(amax, *(given or ()))
     return out.of_rows(x.shape[0])

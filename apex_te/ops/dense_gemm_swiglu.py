@@ -11,14 +11,16 @@ import torch
 
 from .. import runtime
 from ..op_builder.jit import env
-from ..runtime.op_options import gated_activation_number
+from ..runtime.op_options import BLOCK_SCALES, gated_activation_number
 from . import dense_gemm, product_count, swiglu
 from ._gemm_arguments import check_operands, prepare
-from .binding import Launch, bind, checked, note_written
+from .binding import Launch, bind, checked, note_written, under_name
+from .block_quantize import block_quantize, quantize_into, scale_shape
 from .fp8_output import FP8Output, check_fp8_dtype, columnwise_length
 
 _lib = runtime.ops("dense_gemm")
 
+_BLOCK = 128
 _SPLIT = 512
 # On an H200 an MLP of 1.2e11 multiplications (M x F x K) gains 2 to 4%, one of 1.5e11 or more with
 # a K of 768 or 1024 -1 to 1%. In one of 3.4e10 the host takes longer than the GPU, and longer for
@@ -37,6 +39,20 @@ class GatedHidden(NamedTuple):
     """
 
     hidden: torch.Tensor
+    act: FP8Output
+
+
+class HeldHidden(NamedTuple):
+    """Result of ``dense_gemm_swiglu_held``.
+
+    Attributes:
+        hidden: E4M3 [M, 2F], the input of the activation, gates first.
+        hidden_scale_inv: float32 [ceil(2F / 128), M rounded up to 4], its blocks' scale_inv.
+        act: FP8 data of the activation, rowwise [M, F].
+    """
+
+    hidden: torch.Tensor
+    hidden_scale_inv: torch.Tensor
     act: FP8Output
 
 
@@ -103,6 +119,63 @@ def dense_gemm_swiglu(
 
 
 @checked
+def dense_gemm_swiglu_held(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    scale: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    activation: str = "silu",
+    amax: torch.Tensor | None = None,
+) -> HeldHidden:
+    """Computes ``dense_gemm_swiglu``, with ``hidden`` in E4M3 instead of bfloat16.
+
+    Results are bitwise identical to those of ``dense_gemm_swiglu``, then ``block_quantize`` of
+    ``hidden`` in blocks of 1x128. One kernel computes them if F is a multiple of 128.
+
+    Args:
+        a, b, a_scale_inv, b_scale_inv, scale, bias, activation, amax: as in ``dense_gemm_swiglu``.
+
+    Returns:
+        ``hidden`` [M, 2F] in E4M3 with its scale_inv, and the activation [M, F] as E4M3 data.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: the shape or device of an argument does not match, or ``activation`` is not
+            supported.
+    """
+    name = "dense_gemm_swiglu_held"
+    if a.dim() == b.dim() == 2 and b.shape[0] % (2 * _BLOCK):
+        try:
+            found = dense_gemm_swiglu(
+                a, b, a_scale_inv, b_scale_inv, scale, bias=bias, activation=activation, amax=amax
+            )
+        except (TypeError, ValueError) as error:
+            raise under_name(name, error) from error
+        held = block_quantize(found.hidden, torch.float8_e4m3fn, columnwise=False)
+        assert held.rowwise is not None
+        assert held.rowwise_scale_inv is not None
+        return HeldHidden(held.rowwise, held.rowwise_scale_inv, found.act)
+    code = gated_activation_number(name, activation)
+    check_operands(name, a, b)
+    rows, cols = len(a), len(b)
+    hidden = a.new_empty((rows, cols), dtype=torch.float8_e4m3fn)
+    prepare(name, a, b, hidden, hidden.dtype, None, accumulate=False)
+    bias = None if bias is None else bias.to(torch.bfloat16)
+    hidden_scale_inv = a.new_empty(scale_shape(rows, cols, 1), dtype=torch.float32)
+    act = a.new_empty((rows, cols // 2), dtype=torch.float8_e4m3fn)
+    scale_inv = a.new_empty(1, dtype=torch.float32)
+    _fwd_held(
+        a, b, a_scale_inv, b_scale_inv, hidden, hidden_scale_inv, bias, scale, act, amax,
+        scale_inv, code,
+    )  # fmt: skip
+    note_written(amax)
+    return HeldHidden(hidden, hidden_scale_inv, FP8Output(act, None, scale_inv))
+
+
+@checked
 def dense_gemm_swiglu_bwd(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -112,6 +185,7 @@ def dense_gemm_swiglu_bwd(
     scale: torch.Tensor,
     fp8_dtype: torch.dtype,
     *,
+    hidden_scale_inv: torch.Tensor | None = None,
     activation: str = "silu",
     columnwise: bool = True,
     amax: torch.Tensor | None = None,
@@ -128,9 +202,13 @@ def dense_gemm_swiglu_bwd(
             of 16.
         a_scale_inv: one float32 element on the device.
         b_scale_inv: one float32 element on the device.
-        hidden: bfloat16 [M, 2F], contiguous, from ``dense_gemm_swiglu``.
+        hidden: bfloat16 [M, 2F], contiguous, from ``dense_gemm_swiglu``; or E4M3 with
+            ``hidden_scale_inv``.
         scale: one float32 element, the scale of the gradient's FP8 data.
         fp8_dtype: dtype of the gradient's FP8 data, torch.float8_e4m3fn or torch.float8_e5m2.
+        hidden_scale_inv: of a ``hidden`` in E4M3, its scale_inv as ``block_quantize`` makes it with
+            blocks of 1x128. Results are those of its values in bfloat16, which are not written to
+            memory. None: ``hidden`` is not in FP8.
         activation: as passed to ``dense_gemm_swiglu``.
         columnwise: also make the gradient's columnwise copy.
         amax: one float32 element, becomes max(amax, max |gradient|), before scaling; NaN counts as
@@ -165,10 +243,11 @@ def dense_gemm_swiglu_bwd(
     columns = a.new_empty((2 * cols, length), dtype=fp8_dtype) if columnwise else None
     act = None if act_scale is None else a.new_empty((cols, length), dtype=torch.float8_e4m3fn)
     scale_inv = a.new_empty(1, dtype=torch.float32)
-    _bwd(
-        a, b, a_scale_inv, b_scale_inv, hidden, scale, rowwise, columns, amax, scale_inv,
-        act_scale, act, code, _SPLIT,
-    )  # fmt: skip
+    rest = scale, rowwise, columns, amax, scale_inv, act_scale, act, code, _SPLIT
+    if hidden_scale_inv is None:
+        _bwd(a, b, a_scale_inv, b_scale_inv, hidden, *rest)
+    else:
+        _bwd_held(a, b, a_scale_inv, b_scale_inv, hidden, hidden_scale_inv, *rest)
     note_written(amax)
     return GatedGradient(FP8Output(rowwise, columns, scale_inv), act)
 
@@ -206,71 +285,120 @@ def _aligned(*tensors: torch.Tensor | None) -> bool:
 
 _NAMES = {code: name for name, code in swiglu.ACTIVATIONS.items()}
 _UNUSED = 0.0, 0.0, 0.0  # parameters of another activation
+_POW2 = BLOCK_SCALES.index("pow2")
 
 
-def _launch_fwd(a, b, a_scale_inv, b_scale_inv, hidden, bias, scale, act, amax, scale_inv, code):
+def _launch_fwd(a, b, a_scale_inv, b_scale_inv, hidden, *rest):
     """Returns the ``Launch`` of the fused kernel; None if it does not take these arguments."""
+    function = _lib.dense_gemm_swiglu
+    return _launch_of_fwd(function, a, b, a_scale_inv, b_scale_inv, (hidden,), rest)
+
+
+def _launch_fwd_held(a, b, a_scale_inv, b_scale_inv, hidden, hidden_scale_inv, *rest):
+    """Returns the ``Launch`` of the fused kernel; None if it does not take these arguments."""
+    function, written = _lib.dense_gemm_swiglu_held, (hidden, hidden_scale_inv)
+    return _launch_of_fwd(function, a, b, a_scale_inv, b_scale_inv, written, rest)
+
+
+def _launch_of_fwd(function, a, b, a_scale_inv, b_scale_inv, hidden, rest):
+    _, _, act, _, _, code = rest
     is_e4m3 = a.dtype is torch.float8_e4m3fn
-    if not (is_e4m3 and fuses(a, b, _NAMES[code]) and _aligned(hidden, act)):
+    if not (is_e4m3 and fuses(a, b, _NAMES[code]) and _aligned(*hidden, act)):
         return None
-    args = (
-        a, b, a_scale_inv, b_scale_inv, hidden, bias, scale, act, amax, scale_inv, code, 0,
-        dense_gemm.STREAM_RESULTS,
-    )  # fmt: skip
-    return Launch(_lib.dense_gemm_swiglu, args, 1)
+    args = (a, b, a_scale_inv, b_scale_inv, *hidden, *rest, 0, dense_gemm.STREAM_RESULTS)
+    return Launch(function, args, 1)
 
 
-def _run_fwd(a, b, a_scale_inv, b_scale_inv, hidden, bias, scale, act, amax, scale_inv, code):
-    launch = _launch_fwd(
-        a, b, a_scale_inv, b_scale_inv, hidden, bias, scale, act, amax, scale_inv, code
-    )
-    if launch is not None:
-        product_count.add()
-        launch.function(*launch.args)
+def _run_fwd(a, b, a_scale_inv, b_scale_inv, hidden, *rest):
+    if _ran(_launch_fwd(a, b, a_scale_inv, b_scale_inv, hidden, *rest)):
         return
+    bias, scale, act, amax, scale_inv, code = rest
     dense_gemm.multiply_into(a, b, a_scale_inv, b_scale_inv, hidden, bias, None, False, 0)
     swiglu.fwd_fp8_into(hidden, None, None, None, scale, act, None, amax, scale_inv, code, *_UNUSED)
 
 
-def _launch_bwd(
-    a, b, a_scale_inv, b_scale_inv, hidden, scale, rowwise, columnwise, amax, scale_inv,
-    act_scale, act_columnwise, code, promotion,
-):  # fmt: skip
+def _run_fwd_held(a, b, a_scale_inv, b_scale_inv, hidden, hidden_scale_inv, *rest):
+    if _ran(_launch_fwd_held(a, b, a_scale_inv, b_scale_inv, hidden, hidden_scale_inv, *rest)):
+        return
+    values = torch.empty_like(hidden, dtype=torch.bfloat16)
+    _run_fwd(a, b, a_scale_inv, b_scale_inv, values, *rest)
+    quantize_into(values, hidden, hidden_scale_inv, None, None, None, 1, 1, 0.0, _POW2)
+
+
+def _ran(launch):
+    """Runs a ``Launch``; returns False without one."""
+    if launch is None:
+        return False
+    product_count.add()
+    launch.function(*launch.args)
+    return True
+
+
+def _launch_bwd(a, b, a_scale_inv, b_scale_inv, hidden, *rest):
     """Returns the ``Launch`` of the fused kernel; None if it does not take these arguments."""
-    given = (hidden, rowwise, columnwise, act_columnwise)
+    return _launch_of_bwd(
+        _lib.dense_gemm_swiglu_bwd, a, b, a_scale_inv, b_scale_inv, (hidden,), rest
+    )
+
+
+def _launch_bwd_held(a, b, a_scale_inv, b_scale_inv, hidden, hidden_scale_inv, *rest):
+    """Returns the ``Launch`` of the fused kernel; None if it does not take these arguments."""
+    given = hidden, hidden_scale_inv
+    return _launch_of_bwd(
+        _lib.dense_gemm_swiglu_held_bwd, a, b, a_scale_inv, b_scale_inv, given, rest
+    )
+
+
+def _launch_of_bwd(function, a, b, a_scale_inv, b_scale_inv, hidden, rest):
+    _, rowwise, columnwise, _, _, _, act_columnwise, code, _ = rest
+    given = (*hidden, rowwise, columnwise, act_columnwise)
     if not (rowwise.dtype is a.dtype and fuses(a, b, _NAMES[code]) and _aligned(*given)):
         return None
-    args = (
-        a, b, a_scale_inv, b_scale_inv, hidden, scale, rowwise, columnwise, amax, scale_inv,
-        act_scale, act_columnwise, code, promotion, 0, dense_gemm.STREAM_RESULTS,
-    )  # fmt: skip
-    return Launch(_lib.dense_gemm_swiglu_bwd, args, 1)
+    args = (a, b, a_scale_inv, b_scale_inv, *hidden, *rest, 0, dense_gemm.STREAM_RESULTS)
+    return Launch(function, args, 1)
 
 
-def _run_bwd(
-    a, b, a_scale_inv, b_scale_inv, hidden, scale, rowwise, columnwise, amax, scale_inv,
-    act_scale, act_columnwise, code, promotion,
-):  # fmt: skip
-    launch = _launch_bwd(
-        a, b, a_scale_inv, b_scale_inv, hidden, scale, rowwise, columnwise, amax, scale_inv,
-        act_scale, act_columnwise, code, promotion,
-    )  # fmt: skip
-    if launch is not None:
-        product_count.add()
-        launch.function(*launch.args)
+def _run_bwd(a, b, a_scale_inv, b_scale_inv, hidden, *rest):
+    if _ran(_launch_bwd(a, b, a_scale_inv, b_scale_inv, hidden, *rest)):
         return
-    grad = hidden.new_empty((a.shape[0], b.shape[0]))
-    dense_gemm.multiply_into(a, b, a_scale_inv, b_scale_inv, grad, None, None, False, promotion)
+    grad = _product(a, b, a_scale_inv, b_scale_inv, rest)
+    scale, rowwise, columnwise, amax, scale_inv, act_scale, act_columnwise, code, _ = rest
+    inputs = hidden, None, None, None
     swiglu.bwd_fp8_into(
-        grad, hidden, None, None, None, scale, rowwise, columnwise, amax, scale_inv, None, None,
-        code, *_UNUSED,
-    )  # fmt: skip
+        grad, *inputs, scale, rowwise, columnwise, amax, scale_inv, None, None, code, *_UNUSED
+    )
     if act_columnwise is not None:
-        swiglu.fwd_fp8_into(
-            hidden, None, None, None, act_scale, None, act_columnwise, None, None, code, *_UNUSED
-        )
+        swiglu.fwd_fp8_into(*inputs, act_scale, None, act_columnwise, None, None, code, *_UNUSED)
+
+
+def _run_bwd_held(a, b, a_scale_inv, b_scale_inv, hidden, hidden_scale_inv, *rest):
+    if _ran(_launch_bwd_held(a, b, a_scale_inv, b_scale_inv, hidden, hidden_scale_inv, *rest)):
+        return
+    grad = _product(a, b, a_scale_inv, b_scale_inv, rest)
+    scale, rowwise, columnwise, amax, scale_inv, act_scale, act_columnwise, code, _ = rest
+    inputs = hidden, hidden_scale_inv
+    swiglu.bwd_held_into(
+        grad, *inputs, scale, rowwise, columnwise, amax, scale_inv, None, None, code, *_UNUSED
+    )
+    if act_columnwise is not None:
+        swiglu.fwd_held_into(*inputs, act_scale, None, act_columnwise, None, None, code, *_UNUSED)
+
+
+def _product(a, b, a_scale_inv, b_scale_inv, rest):
+    """Returns the gradient of the activation's output, from which another op makes the rest."""
+    grad = a.new_empty((a.shape[0], b.shape[0]), dtype=torch.bfloat16)
+    dense_gemm.multiply_into(a, b, a_scale_inv, b_scale_inv, grad, None, None, False, rest[-1])
+    return grad
 
 
 _TILING = ("strip", "cache")
 _fwd = bind("dense_gemm", "dense_gemm_swiglu", _run_fwd, without=_TILING, launch=_launch_fwd)
 _bwd = bind("dense_gemm", "dense_gemm_swiglu_bwd", _run_bwd, without=_TILING, launch=_launch_bwd)
+_fwd_held = bind(
+    "dense_gemm", "dense_gemm_swiglu_held", _run_fwd_held, without=_TILING,
+    launch=_launch_fwd_held,
+)  # fmt: skip
+_bwd_held = bind(
+    "dense_gemm", "dense_gemm_swiglu_held_bwd", _run_bwd_held, without=_TILING,
+    launch=_launch_bwd_held,
+)  # fmt: skip

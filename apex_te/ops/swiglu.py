@@ -13,7 +13,13 @@ from ..runtime.op_options import ACTIVATIONS as ACTIVATIONS
 from ..runtime.op_options import ClampedSwiglu as ClampedSwiglu
 from ..runtime.op_options import gate_arguments
 from . import reference_codec
-from ._gated_matrices import dense_biases, input_matrices, output_gradient, result_extents
+from ._gated_matrices import (
+    dense_biases,
+    held_input,
+    input_matrices,
+    output_gradient,
+    result_extents,
+)
 from .binding import OpFunction, bind, checked, needs_autograd, note_written, once_differentiable
 from .fp8_output import FP8Output, allocate
 
@@ -21,6 +27,9 @@ _fwd = bind("swiglu", "swiglu_fwd")
 fwd_fp8_into = bind("swiglu", "swiglu_fwd_fp8")
 _bwd = bind("swiglu", "swiglu_bwd")
 bwd_fp8_into = bind("swiglu", "swiglu_bwd_fp8")
+fwd_held_into = bind("swiglu", "swiglu_fwd_held_fp8")
+bwd_held_into = bind("swiglu", "swiglu_bwd_held_fp8")
+HELD_MULTIPLE = 8  # of F, for which kernels read held inputs
 
 
 class SwigluGrads(NamedTuple):
@@ -127,6 +136,7 @@ def swiglu_fwd_fp8(
     scale: torch.Tensor,
     fp8_dtype: torch.dtype,
     *,
+    input_scale_inv: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     up_bias: torch.Tensor | None = None,
     activation: str | ClampedSwiglu = "silu",
@@ -141,6 +151,9 @@ def swiglu_fwd_fp8(
         input: float32, float16 or bfloat16, the gate [..., F], or without ``up`` gate and up [...,
             2F]. M is the product of all its dimensions but the last.
         up: [..., F] in the input's dtype, or None.
+        input_scale_inv: of an ``input`` [M, 2F] in E4M3, which has no biases: its scale_inv as
+            ``block_quantize`` makes it with blocks of 1x128. Results are those of its values in
+            bfloat16, which are not written to memory. None: ``input`` is not in FP8.
         bias, up_bias, activation: as in ``swiglu``.
         scale: one float32 element on the input's device.
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
@@ -159,16 +172,20 @@ def swiglu_fwd_fp8(
         ValueError: a shape or device does not match, or ``activation`` is not supported.
     """
     gate = gate_arguments("swiglu_fwd_fp8", activation)
+    held = None
+    if input_scale_inv is not None:
+        input, held = held_input("swiglu_fwd_fp8", input, input_scale_inv, up, bias, HELD_MULTIPLE)
     matrix, up_matrix = input_matrices("swiglu_fwd_fp8", input, up)
     rows, cols = result_extents(matrix, up_matrix)
     biases = dense_biases(bias, up_bias)
     out = allocate(
         "swiglu_fwd_fp8", matrix, rows, cols, fp8_dtype, rowwise, columnwise, pad_columnwise
     )
-    fwd_fp8_into(
-        matrix, up_matrix, *biases, scale, out.rowwise, out.columnwise, amax, out.scale_inv,
-        *gate,
-    )  # fmt: skip
+    written = out.rowwise, out.columnwise, amax, out.scale_inv
+    if held is not None:
+        fwd_held_into(matrix, held, scale, *written, *gate)
+    else:
+        fwd_fp8_into(matrix, up_matrix, *biases, scale, *written, *gate)
     note_written(amax)
     return out
 
@@ -224,6 +241,8 @@ def swiglu_bwd_fp8(
     scale: torch.Tensor,
     fp8_dtype: torch.dtype,
     *,
+    input_scale_inv: torch.Tensor | None = None,
+    overwrite_input: bool = False,
     bias: torch.Tensor | None = None,
     up_bias: torch.Tensor | None = None,
     activation: str | ClampedSwiglu = "silu",
@@ -246,6 +265,11 @@ def swiglu_bwd_fp8(
         up: [..., F] in the input's dtype, or None.
         scale: one float32 element on the input's device.
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
+        input_scale_inv: of an ``input`` [M, 2F] in E4M3, which has no biases: its scale_inv as
+            ``block_quantize`` makes it with blocks of 1x128. Results are those of its values in
+            bfloat16, which are not written to memory. None: ``input`` is not in FP8.
+        overwrite_input: let the rowwise copy take the memory of an ``input`` with input_scale_inv,
+            whose values are lost, where a kernel reads that; else it has memory of its own.
         bias, up_bias, activation: as in ``swiglu``.
         rowwise: make the rowwise copy, [M, 2F].
         columnwise: make the columnwise copy, the transpose [2F, M].
@@ -263,19 +287,27 @@ def swiglu_bwd_fp8(
         ValueError: a shape or device does not match, or ``activation`` is not supported.
     """
     gate = gate_arguments("swiglu_bwd_fp8", activation)
+    held = None
+    if input_scale_inv is not None:
+        input, held = held_input("swiglu_bwd_fp8", input, input_scale_inv, up, bias, HELD_MULTIPLE)
     matrix, up_matrix = input_matrices("swiglu_bwd_fp8", input, up)
     rows, cols = result_extents(matrix, up_matrix)
     biases = dense_biases(bias, up_bias)
     grad_matrix = output_gradient("swiglu_bwd_fp8", grad_output, input, cols)
+    overwrites = overwrite_input and rowwise and held is not None
+    makes = rowwise and not overwrites
     out = allocate(
-        "swiglu_bwd_fp8", matrix, rows, 2 * cols, fp8_dtype, rowwise, columnwise, pad_columnwise
+        "swiglu_bwd_fp8", matrix, rows, 2 * cols, fp8_dtype, makes, columnwise, pad_columnwise
     )
-    dbias, workspace = _dbias(matrix, rows, cols, with_dbias)
-    bwd_fp8_into(
-        grad_matrix, matrix, up_matrix, *biases, scale, out.rowwise, out.columnwise, amax,
-        out.scale_inv, dbias, workspace, *gate,
-    )  # fmt: skip
-    note_written(amax)
+    if overwrites:
+        out = out._replace(rowwise=matrix.view(fp8_dtype))
+    dbias, workspace = _dbias(grad_matrix, rows, cols, with_dbias)
+    written = out.rowwise, out.columnwise, amax, out.scale_inv, dbias, workspace
+    if held is not None:
+        bwd_held_into(grad_matrix, matrix, held, scale, *written, *gate)
+    else:
+        bwd_fp8_into(grad_matrix, matrix, up_matrix, *biases, scale, *written, *gate)
+    note_written(amax, matrix if overwrites else None)
     return SwigluFP8Grads(out, dbias)
 
 

@@ -9,13 +9,22 @@ import torch
 
 from ..runtime.op_options import ClampedSwiglu, gate_arguments, scales_number
 from . import swiglu
-from ._gated_matrices import dense_biases, input_matrices, output_gradient, result_extents
+from ._gated_matrices import (
+    dense_biases,
+    held_input,
+    input_matrices,
+    output_gradient,
+    result_extents,
+)
 from .binding import bind, checked, note_written, under_name
-from .block_quantize import BlockQuantized, allocate, block_quantize
+from .block_quantize import BlockQuantized, allocate, block_quantize, scale_shape
 from .fp8_output import check_any_output, check_fp8_dtype
 
 _fwd = bind("swiglu_block", "swiglu_fwd_block")
 _bwd = bind("swiglu_block", "swiglu_bwd_block")
+_fwd_held = bind("swiglu_block", "swiglu_fwd_held_block")
+_hold = bind("swiglu_block", "swiglu_hold_block")
+_bwd_held = bind("swiglu_block", "swiglu_bwd_held_block")
 
 _BLOCK = 128
 
@@ -26,6 +35,7 @@ def swiglu_fwd_block(
     up: torch.Tensor | None,
     fp8_dtype: torch.dtype,
     *,
+    input_scale_inv: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     up_bias: torch.Tensor | None = None,
     activation: str | ClampedSwiglu = "silu",
@@ -47,6 +57,9 @@ def swiglu_fwd_block(
         input: float32, float16 or bfloat16, the gate [..., F], or without ``up`` gate and up [...,
             2F]. M is the product of all its dimensions but the last.
         up: [..., F] in the input's dtype, or None.
+        input_scale_inv: of an ``input`` [M, 2F] in E4M3, which has no biases: its scale_inv as
+            ``block_quantize`` makes it with blocks of 1x128. Results are those of its values in
+            bfloat16, which are not written to memory. None: ``input`` is not in FP8.
         bias, up_bias, activation: as in ``swiglu.swiglu``.
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         columnwise_block_rows, rowwise, columnwise, pad_columnwise, scales, pow2, eps, amax: as in
@@ -63,6 +76,9 @@ def swiglu_fwd_block(
     number = scales_number("swiglu_fwd_block", scales, pow2)
     check_fp8_dtype("swiglu_fwd_block", fp8_dtype)
     check_any_output("swiglu_fwd_block", rowwise, columnwise, amax)
+    held = None
+    if input_scale_inv is not None:
+        input, held = held_input("swiglu_fwd_block", input, input_scale_inv, up, bias, 1)
     matrix, up_matrix = input_matrices("swiglu_fwd_block", input, up)
     rows, cols = result_extents(matrix, up_matrix)
     biases = dense_biases(bias, up_bias)
@@ -76,9 +92,72 @@ def swiglu_fwd_block(
         )  # fmt: skip
     blocks = 1, columnwise_block_rows
     out = allocate(matrix, rows, cols, fp8_dtype, blocks, rowwise, columnwise, pad_columnwise)
-    _fwd(matrix, up_matrix, *biases, *out, amax, columnwise_block_rows, eps, number, *gate)
+    rest = amax, columnwise_block_rows, eps, number
+    if held is not None:
+        _fwd_held(matrix, held, *out, *rest, *gate)
+    else:
+        _fwd(matrix, up_matrix, *biases, *out, *rest, *gate)
     note_written(amax)
     return out.of_rows(rows)
+
+
+@checked
+def swiglu_hold_block(
+    input: torch.Tensor,
+    fp8_dtype: torch.dtype,
+    *,
+    activation: str | ClampedSwiglu = "silu",
+    columnwise_block_rows: int = 1,
+    rowwise: bool = True,
+    columnwise: bool = True,
+    pad_columnwise: bool = False,
+    scales: str | None = None,
+    eps: float = 0.0,
+    amax: torch.Tensor | None = None,
+) -> tuple[BlockQuantized, BlockQuantized]:
+    """Computes ``swiglu_fwd_block``, and casts its input to E4M3 in the same kernel.
+
+    Results equal those of ``swiglu_fwd_block``, and of ``block_quantize`` of the input, bitwise.
+    Exception: for float32, and if F is not a multiple of 128, the two ops run.
+
+    Args:
+        input: float32, float16 or bfloat16, gate and up [..., 2F].
+        fp8_dtype, activation, columnwise_block_rows, rowwise, columnwise, pad_columnwise, scales,
+            eps, amax: as in ``swiglu_fwd_block``, for the result.
+
+    Returns:
+        result: as ``swiglu_fwd_block`` returns it.
+        held: the rowwise copy of the input [M, 2F], with scales that are powers of two.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or device does not match, or an option is not supported.
+    """
+    name = "swiglu_hold_block"
+    gate = gate_arguments(name, activation)
+    number = scales_number(name, scales, None)
+    check_fp8_dtype(name, fp8_dtype)
+    check_any_output(name, rowwise, columnwise, amax)
+    matrix, _ = input_matrices(name, input, None)
+    rows, cols = result_extents(matrix, None)
+    if matrix.dtype is torch.float32 or cols % _BLOCK or matrix.shape[1] % 2:
+        try:
+            result = swiglu_fwd_block(
+                matrix, None, fp8_dtype, activation=activation,
+                columnwise_block_rows=columnwise_block_rows, rowwise=rowwise,
+                columnwise=columnwise, pad_columnwise=pad_columnwise, scales=scales, eps=eps,
+                amax=amax,
+            )  # fmt: skip
+        except (TypeError, ValueError) as error:
+            raise under_name(name, error) from error
+        return result, block_quantize(matrix, torch.float8_e4m3fn, columnwise=False)
+    blocks = 1, columnwise_block_rows
+    out = allocate(matrix, rows, cols, fp8_dtype, blocks, rowwise, columnwise, pad_columnwise)
+    codes = matrix.new_empty((rows, 2 * cols), dtype=torch.float8_e4m3fn)
+    held_scales = matrix.new_empty(scale_shape(rows, 2 * cols, 1), dtype=torch.float32)
+    _hold(matrix, codes, held_scales, *out, amax, columnwise_block_rows, eps, number, *gate)
+    note_written(amax)
+    return out.of_rows(rows), BlockQuantized(codes, held_scales, None, None)
 
 
 @checked
@@ -88,6 +167,8 @@ def swiglu_bwd_block(
     up: torch.Tensor | None,
     fp8_dtype: torch.dtype,
     *,
+    input_scale_inv: torch.Tensor | None = None,
+    overwrite_input: bool = False,
     bias: torch.Tensor | None = None,
     up_bias: torch.Tensor | None = None,
     activation: str | ClampedSwiglu = "silu",
@@ -110,6 +191,11 @@ def swiglu_bwd_block(
         input: float32, float16 or bfloat16, the gate [..., F], or without ``up`` gate and up [...,
             2F]. M is the product of all its dimensions but the last.
         up: [..., F] in the input's dtype, or None.
+        input_scale_inv: of an ``input`` [M, 2F] in E4M3, which has no biases: its scale_inv as
+            ``block_quantize`` makes it with blocks of 1x128. Results are those of its values in
+            bfloat16, which are not written to memory. None: ``input`` is not in FP8.
+        overwrite_input: let the rowwise copy take the memory of an ``input`` with input_scale_inv,
+            whose values are lost, where a kernel reads that; else it has memory of its own.
         bias, up_bias, activation: as in ``swiglu.swiglu``.
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         rowwise, columnwise, pad_columnwise, scales, pow2, eps, amax: as in ``block_quantize``.
@@ -126,6 +212,9 @@ def swiglu_bwd_block(
     number = scales_number("swiglu_bwd_block", scales, pow2)
     check_fp8_dtype("swiglu_bwd_block", fp8_dtype)
     check_any_output("swiglu_bwd_block", rowwise, columnwise, amax)
+    held = None
+    if input_scale_inv is not None:
+        input, held = held_input("swiglu_bwd_block", input, input_scale_inv, up, bias, _BLOCK)
     matrix, up_matrix = input_matrices("swiglu_bwd_block", input, up)
     rows, cols = result_extents(matrix, up_matrix)
     biases = dense_biases(bias, up_bias)
@@ -142,9 +231,17 @@ def swiglu_bwd_block(
             "swiglu_bwd_block", joined, fp8_dtype, rowwise=rowwise, columnwise=columnwise,
             pad_columnwise=pad_columnwise, scales=scales, pow2=pow2, eps=eps, amax=amax,
         )  # fmt: skip
-    out = allocate(matrix, rows, 2 * cols, fp8_dtype, (1, 1), rowwise, columnwise, pad_columnwise)
-    _bwd(grad_matrix, matrix, up_matrix, *biases, *out, amax, eps, number, *gate)
-    note_written(amax)
+    overwrites = overwrite_input and rowwise and held is not None
+    makes = rowwise and not overwrites
+    out = allocate(matrix, rows, 2 * cols, fp8_dtype, (1, 1), makes, columnwise, pad_columnwise)
+    if overwrites:
+        row_scales = matrix.new_empty(scale_shape(rows, 2 * cols, 1), dtype=torch.float32)
+        out = out._replace(rowwise=matrix.view(fp8_dtype), rowwise_scale_inv=row_scales)
+    if held is not None:
+        _bwd_held(grad_matrix, matrix, held, *out, amax, eps, number, *gate)
+    else:
+        _bwd(grad_matrix, matrix, up_matrix, *biases, *out, amax, eps, number, *gate)
+    note_written(amax, matrix if overwrites else None)
     return out.of_rows(rows)
 
 

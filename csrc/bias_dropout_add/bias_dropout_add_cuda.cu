@@ -1,10 +1,12 @@
 // CUDA kernels of bias_dropout_add.
 //
 // A thread has 8 columns of some rows, a warp 256 columns, a block some rows for each warp. The
-// loads come first; the mask, a bit for each element, is computed while they are under way.
+// loads come first; the mask, a bit for each element, is computed while they are under way. Rows of
+// 16-bit elements that do not begin at whole vectors pass through shared memory, those of a
+// half-warp (common/gpu/staged_rows.h); rows of others are shifted.
 #include "bias_dropout_add/bias_dropout_add.h"
 #include "common/gpu/column_sums.h"
-#include "common/gpu/shifted.h"
+#include "common/gpu/staged_rows.h"
 #include "common/numerics/with_dtype.h"
 
 APEX_TE_LIBRARY()
@@ -138,6 +140,7 @@ __global__ void __launch_bounds__(kBwdThreads, kAligned ? kBwdBlocks : kBwdShift
     }
   }
   if (!p.dbias) return;
+  let_next_kernel_start();
 #pragma unroll
   for (int i = 0; i < kVec; ++i) sums[group][lane * kVec + i] = column_sums[i];
   __syncthreads();
@@ -148,10 +151,117 @@ __global__ void __launch_bounds__(kBwdThreads, kAligned ? kBwdBlocks : kBwdShift
   p.workspace[tile * p.cols + col0 + threadIdx.x] = sum;
 }
 
+constexpr int kStagedRows = kBiasDropoutAddRowsPerThread;
+constexpr int kStagedThreads = kBiasDropoutAddTileRows / kStagedRows * kStagedLanes;
+constexpr int kStagedBlocks = 6, kBwdStagedBlocks = 8;
+static_assert(kStagedThreads == kStagedCols, "a thread for each column sum");
+
+// What a half-warp has of a tile of kBiasDropoutAddTileRows x kStagedCols.
+__device__ __forceinline__ StagedPlace place_of(const BiasDropoutAdd& p, int64_t col_tiles) {
+  const int64_t row = blockIdx.x / static_cast<uint32_t>(col_tiles) * kBiasDropoutAddTileRows +
+                      threadIdx.x / kStagedLanes * kStagedRows;
+  const int64_t col = blockIdx.x % static_cast<uint32_t>(col_tiles) * int64_t{kStagedCols};
+  return StagedPlace(row, col, p.rows - row, p.cols - col);
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kStagedThreads, kStagedBlocks)
+    staged_fwd_kernel(const BiasDropoutAdd p, int64_t col_tiles) {
+  __shared__ StagedRows<kStagedRows> staged[2][kStagedThreads / kStagedLanes];
+  const int group = threadIdx.x / kStagedLanes;
+  const StagedPlace place = place_of(p, col_tiles);
+  const auto x = place.of_16_bits(p.x, p.cols), residual = place.of_16_bits(p.residual, p.cols);
+  const auto out = place.of(static_cast<uint16_t*>(p.out), p.cols);
+  place.fetch(x, p.x, staged[0][group]);
+  place.fetch(residual, p.residual, staged[1][group]);
+  const int64_t col = place.col + place.lane * kVec, n = p.cols - col;
+  float bias[kVec] = {};
+  if (p.bias) {
+    if (p.bias_dtype == DType::kFloat32)
+      unpack(load<false>(static_cast<const float*>(p.bias) + col, n, p.bias, p.cols), bias);
+    else
+      unpack(load<false>(static_cast<const T*>(p.bias) + col, n, p.bias, p.cols), bias);
+  }
+  const uint64_t seed = p.dropout.is_random ? p.seed() : 0;
+  finish_fetches();
+#pragma unroll 1
+  for (int r = 0; r < kStagedRows; ++r) {
+    const uint32_t keep = p.dropout.is_random
+                              ? keep_bits(seed, place.row + r, col / kVec, p.dropout.threshold)
+                              : 0xFFu;
+    float values[kVec], added[kVec];
+    unpack(place.read<T>(x, staged[0][group], r), values);
+    unpack(place.read<T>(residual, staged[1][group], r), added);
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) {
+      const float factor = keep >> i & 1 ? p.dropout.scale : 0.0f;
+      const float sum = p.bias ? values[i] + bias[i] : values[i];
+      values[i] = added[i] + sum * factor;
+    }
+    Vec8<T> v;
+    pack(values, &v);
+    store_staged(out.row(r), v.words, place.length(r), place.lane);
+  }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kStagedThreads, kBwdStagedBlocks)
+    staged_bwd_kernel(const BiasDropoutAdd p, int64_t col_tiles) {
+  __shared__ StagedRows<kStagedRows> staged[kStagedThreads / kStagedLanes];
+  __shared__ float sums[kStagedThreads / kStagedLanes][kStagedCols];
+  const int group = threadIdx.x / kStagedLanes;
+  const StagedPlace place = place_of(p, col_tiles);
+  const auto dout = place.of_16_bits(p.dout, p.cols);
+  const auto dx = place.of(static_cast<uint16_t*>(p.dx), p.cols);
+  place.fetch(dout, p.dout, staged[group]);
+  const uint64_t seed = p.dropout.is_random ? p.seed() : 0;
+  float column_sums[kVec] = {};
+  finish_fetches();
+#pragma unroll 1
+  for (int r = 0; r < kStagedRows; ++r) {
+    const uint32_t keep =
+        p.dropout.is_random
+            ? keep_bits(seed, place.row + r, place.col / kVec + place.lane, p.dropout.threshold)
+            : 0xFFu;
+    float values[kVec];
+    unpack(place.read<T>(dout, staged[group], r), values);
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) {
+      values[i] *= keep >> i & 1 ? p.dropout.scale : 0.0f;
+      column_sums[i] += values[i];
+    }
+    if (!p.dx) continue;
+    Vec8<T> v;
+    pack(values, &v);
+    store_staged(dx.row(r), v.words, place.length(r), place.lane);
+  }
+  if (!p.dbias) return;
+  let_next_kernel_start();
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) sums[group][place.lane * kVec + i] = column_sums[i];
+  __syncthreads();
+  const int64_t col = place.col + threadIdx.x;
+  if (col >= p.cols) return;
+  float sum = 0.0f;
+#pragma unroll
+  for (int g = 0; g < kStagedThreads / kStagedLanes; ++g) sum += sums[g][threadIdx.x];
+  p.workspace[blockIdx.x / static_cast<uint32_t>(col_tiles) * p.cols + col] = sum;
+}
+
 unsigned grid_of(int64_t row_tiles, int64_t col_tiles) {
   if (row_tiles > 0x7FFFFFFF / col_tiles)
     fail(kApexTeUnsupported, "bias_dropout_add: x must need fewer than 2^31 blocks");
   return static_cast<unsigned>(row_tiles * col_tiles);
+}
+
+// Either direction for rows of 16-bit elements at any alignment.
+template <typename T>
+void launch_staged(const BiasDropoutAdd& p, cudaStream_t stream) {
+  const int64_t col_tiles = (p.cols + kStagedCols - 1) / kStagedCols;
+  const int64_t row_tiles = (p.rows + kBiasDropoutAddTileRows - 1) / kBiasDropoutAddTileRows;
+  const auto kernel = p.out ? staged_fwd_kernel<T> : staged_bwd_kernel<T>;
+  kernel<<<grid_of(row_tiles, col_tiles), kStagedThreads, 0, stream>>>(p, col_tiles);
+  check_cuda(cudaGetLastError(), "bias_dropout_add");
 }
 
 template <typename T, typename Wide>
@@ -161,7 +271,12 @@ void launch_fwd(const BiasDropoutAdd& p, cudaStream_t stream) {
   const int64_t col_tiles = (p.cols + kTileCols - 1) / kTileCols;
   const bool aligned = p.cols % kVec == 0 && is_aligned(p.x, 16) && is_aligned(p.bias, 16) &&
                        is_aligned(p.residual, 16) && is_aligned(p.out, 16);
-  const auto kernel = aligned ? fwd_kernel<T, Wide, true> : fwd_kernel<T, Wide, false>;
+  auto kernel = fwd_kernel<T, Wide, true>;
+  if constexpr (sizeof(T) == 2 && sizeof(Wide) == 2) {
+    if (!aligned) return launch_staged<T>(p, stream);
+  } else if (!aligned) {
+    kernel = fwd_kernel<T, Wide, false>;
+  }
   kernel<<<grid_of((p.rows + kTileRows - 1) / kTileRows, col_tiles), kThreads, 0, stream>>>(
       p, col_tiles);
   check_cuda(cudaGetLastError(), "bias_dropout_add_fwd");
@@ -172,7 +287,12 @@ void launch_bwd(const BiasDropoutAdd& p, cudaStream_t stream) {
   const int64_t col_tiles = (p.cols + kBwdCols - 1) / kBwdCols;
   const int64_t row_tiles = (p.rows + kBiasDropoutAddTileRows - 1) / kBiasDropoutAddTileRows;
   const bool aligned = p.cols % kVec == 0 && is_aligned(p.dout, 16) && is_aligned(p.dx, 16);
-  const auto kernel = aligned ? bwd_kernel<T, Wide, true> : bwd_kernel<T, Wide, false>;
+  auto kernel = bwd_kernel<T, Wide, true>;
+  if constexpr (sizeof(T) == 2 && sizeof(Wide) == 2) {
+    if (!aligned) return launch_staged<T>(p, stream);
+  } else if (!aligned) {
+    kernel = bwd_kernel<T, Wide, false>;
+  }
   kernel<<<grid_of(row_tiles, col_tiles), kBwdThreads, 0, stream>>>(p, col_tiles);
   check_cuda(cudaGetLastError(), "bias_dropout_add_bwd");
 }

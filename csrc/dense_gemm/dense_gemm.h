@@ -6,6 +6,7 @@
 #pragma once
 
 #include "common/activation/functions.h"
+#include "common/numerics/block_scale.h"
 #include "common/numerics/columnwise.h"
 #include "common/numerics/fp8_formats.h"
 
@@ -26,14 +27,24 @@ APEX_TE_IN_PLACE(dense_gemm, "out: residual")
 //
 // dense_gemm_swiglu: hidden = a . b^T as above, and of act(gate) * up of its rounded values, in
 // float32, FP8 data act = satcast_rne(y * scale), and amax = max(amax, max |y|).
+// dense_gemm_swiglu_held: the same with hidden as block_quantize makes it of the rounded values: in
+// E4M3, with scales of blocks of 1x128 that are powers of two. N is a multiple of 256.
 // dense_gemm_swiglu_bwd: the gradient of that activation from grad = a . b^T, rounded to bfloat16,
 // and hidden: FP8 data rowwise and columnwise [2 N, ld], where ld is a multiple of 16 and zeros
 // follow the last row. act_columnwise [N, ld]: the activation's FP8 data once more, with the
 // forward's scale. scale_inv receives 1 / scale.
+// dense_gemm_swiglu_held_bwd: the same with hidden in E4M3, with scales of blocks of 1x128; its
+// values are rounded to bfloat16.
 APEX_TE_FUNCTION(dense_gemm_swiglu,
                  "a: e4m3[m k], b: e4m3[n k], a_scale_inv: f32[1], b_scale_inv: f32[1], "
                  "hidden: bf16[m n]!, bias: bf16[n]?, scale: f32[1], act: e4m3[m n/2]!, "
                  "amax: f32[1]!!?, scale_inv: f32[1]!?, activation: int, strip: int, cache: int",
+                 "cuda")
+APEX_TE_FUNCTION(dense_gemm_swiglu_held,
+                 "a: e4m3[m k], b: e4m3[n k], a_scale_inv: f32[1], b_scale_inv: f32[1], "
+                 "hidden: e4m3[m n]!, hidden_scale_inv: f32[n/128 m%4]!, bias: bf16[n]?, "
+                 "scale: f32[1], act: e4m3[m n/2]!, amax: f32[1]!!?, scale_inv: f32[1]!?, "
+                 "activation: int, strip: int, cache: int",
                  "cuda")
 APEX_TE_FUNCTION(
     dense_gemm_swiglu_bwd,
@@ -41,6 +52,13 @@ APEX_TE_FUNCTION(
     "scale: f32[1], rowwise: F[m 2n]!, columnwise: F[2n m%16]!?, amax: f32[1]!!?, "
     "scale_inv: f32[1]!?, act_scale: f32[1]?, act_columnwise: e4m3[n m%16]!?, activation: int, "
     "promotion: int, strip: int, cache: int",
+    "cuda")
+APEX_TE_FUNCTION(
+    dense_gemm_swiglu_held_bwd,
+    "a: F[m k], b: e4m3[n k], a_scale_inv: f32[1], b_scale_inv: f32[1], hidden: e4m3[m 2n], "
+    "hidden_scale_inv: f32[2n/128 m%4], scale: f32[1], rowwise: F[m 2n]!, "
+    "columnwise: F[2n m%16]!?, amax: f32[1]!!?, scale_inv: f32[1]!?, act_scale: f32[1]?, "
+    "act_columnwise: e4m3[n m%16]!?, activation: int, promotion: int, strip: int, cache: int",
     "cuda")
 
 namespace apex_te {
@@ -142,6 +160,9 @@ struct Gated {
   float *amax, *scale_inv;  // or null
   uint8_t* act;
   const uint16_t* hidden;
+  uint8_t* held;       // or in E4M3, in place of hidden or of what the product makes
+  float* held_scales;  // [columns / 128, held_ld]
+  int64_t held_ld;
   uint8_t *rowwise, *columnwise;  // columnwise: or null
   const float* act_scale;
   uint8_t* act_columnwise;  // or null
@@ -184,14 +205,30 @@ inline float* check_float(const TensorView& x) {
   return x ? x.is_scalar(DType::kFloat32).data<float>() : nullptr;
 }
 
-inline GatedProduct check_gated(Args& args) {
+// Reads hidden [M, columns] and, where it is held, its scales.
+inline TensorView check_hidden(Args& args, GatedProduct& p, int64_t columns, bool is_held) {
+  const TensorView hidden = args.tensor();
+  hidden.has_dtype({is_held ? DType::kE4M3 : DType::kBFloat16}).has_shape({p.g.m, columns});
+  check_aligned(args, "hidden", hidden.is_dense().data());
+  if (!is_held) return hidden;
+  Gated& gated = p.gated;
+  gated.held = hidden.data<uint8_t>();
+  gated.held_ld = padded_to_4(p.g.m);
+  const TensorView scales = args.tensor();
+  scales.has_dtype({DType::kFloat32}).has_shape({num_blocks(columns), gated.held_ld});
+  gated.held_scales = scales.is_dense().data<float>();
+  check_aligned(args, "hidden_scale_inv", gated.held_scales);
+  return hidden;
+}
+
+inline GatedProduct check_gated(Args& args, bool is_held = false) {
   GatedProduct p{};
   DenseGemm& g = p.g;
   check_gated_operands(args, g, DType::kE4M3);
-  check_multiple(args, "N", g.n, 2 * kGatedGroup);
-  const TensorView hidden = args.tensor(), bias = args.optional_tensor(), scale = args.tensor();
-  const TensorView act = args.tensor();
-  g.out = hidden.has_dtype({DType::kBFloat16}).has_shape({g.m, g.n}).is_dense().data<uint16_t>();
+  check_multiple(args, "N", g.n, is_held ? 2 * kBlock : 2 * kGatedGroup);
+  const TensorView hidden = check_hidden(args, p, g.n, is_held);
+  g.out = is_held ? nullptr : hidden.data<uint16_t>();
+  const TensorView bias = args.optional_tensor(), scale = args.tensor(), act = args.tensor();
   if (bias) bias.has_dtype({DType::kBFloat16}).has_shape({g.n}).is_dense();
   g.bias = bias.data<const uint16_t>();
   p.gated.scale = scale.is_scalar(DType::kFloat32).data<const float>();
@@ -204,7 +241,6 @@ inline GatedProduct check_gated(Args& args) {
   check_choices(args, g);
   if (g.a_type != DType::kE4M3)
     fail(kApexTeUnsupported, "%s: a must have dtype float8_e4m3fn, got float8_e5m2", args.name());
-  check_aligned(args, "hidden", g.out);
   check_aligned(args, "act", p.gated.act);
   return p;
 }
@@ -220,15 +256,15 @@ inline uint8_t* check_padded(const Args& args, const TensorView& x, DType dtype,
   return data;
 }
 
-inline GatedProduct check_gated_bwd(Args& args) {
+inline GatedProduct check_gated_bwd(Args& args, bool is_held = false) {
   GatedProduct p{};
   DenseGemm& g = p.g;
   check_gated_operands(args, g, DType::kE4M3);
   check_multiple(args, "N", g.n, kGatedGroup);
-  const TensorView hidden = args.tensor(), scale = args.tensor(), rowwise = args.tensor();
+  const TensorView hidden = check_hidden(args, p, 2 * g.n, is_held);
+  if (!is_held) p.gated.hidden = hidden.data<const uint16_t>();
+  const TensorView scale = args.tensor(), rowwise = args.tensor();
   const TensorView columnwise = args.optional_tensor();
-  hidden.has_dtype({DType::kBFloat16}).has_shape({g.m, 2 * g.n}).is_dense();
-  p.gated.hidden = hidden.data<const uint16_t>();
   p.gated.scale = scale.is_scalar(DType::kFloat32).data<const float>();
   rowwise.has_dtype({g.a_type}).has_shape({g.m, 2 * g.n}).is_dense();
   p.gated.rowwise = rowwise.data<uint8_t>();
@@ -246,7 +282,6 @@ inline GatedProduct check_gated_bwd(Args& args) {
   g.strip = args.integer();
   g.cache = args.integer();
   check_choices(args, g);
-  check_aligned(args, "hidden", p.gated.hidden);
   check_aligned(args, "rowwise", p.gated.rowwise);
   return p;
 }

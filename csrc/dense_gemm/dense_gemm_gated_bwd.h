@@ -122,8 +122,9 @@ __device__ __forceinline__ void silu_gradient(float gate, float up, float grad, 
 }
 
 // By a warpgroup. A warp has 32 rows of a tile, of which it takes 32 columns after the other, in
-// two halves of 16 rows: a lane has 8 columns of two rows, one below the other.
-template <typename V, typename Format, Activation kAct, bool kWithAct>
+// two halves of 16 rows: a lane has 8 columns of two rows, one below the other. kHeld: hidden is in
+// E4M3.
+template <typename V, typename Format, Activation kAct, bool kWithAct, bool kHeld>
 struct GatedGradient {
   static_assert(kAct == Activation::kSilu, "silu_gradient");
   static constexpr int kParts = V::kColumns / kPart;
@@ -170,8 +171,35 @@ struct GatedGradient {
                  "l"(__cvta_generic_to_global(from)), "r"(exists ? 16 : 0), "l"(p.keep_hidden)
                  : "memory");
   }
+  __device__ __forceinline__ void copy_8(uint32_t to, const void* from, bool exists) const {
+    asm volatile("cp.async.ca.shared.global.L2::cache_hint [%0], [%1], 8, %2, %3;" ::"r"(to),
+                 "l"(__cvta_generic_to_global(from)), "r"(exists ? 8 : 0), "l"(p.keep_hidden)
+                 : "memory");
+  }
+  // Of hidden in E4M3 come 16 bytes for each lane of a warp: gates and ups of a row, the same of
+  // the second row, and both rows' scales of gates and ups.
+  template <int kHalf>
+  __device__ __forceinline__ void copy_held(const Cursor& at) const {
+    constexpr int kRow = kHalf * kHalfRows;
+    const bool has_row = at.has(kRow), has_row_1 = at.has(kRow + 1);
+    const uint8_t* const first = p.gated.held;
+    const uint8_t* from = first + at.before + kRow * 2 * p.g.n;
+    const int64_t column = p.g.n - at.columns, row = p.g.m - at.rows + kRow;
+    const float* const scales = p.gated.held_scales;
+    const float* gate = scales + column / kTileK * p.gated.held_ld + row;
+    const float* up = scales + (column + p.g.n) / kTileK * p.gated.held_ld + row;
+    const uint32_t to = slot_of(kHalf);
+    copy_8(to, has_row ? from : first, has_row);
+    copy_8(to + 8, has_row ? from + p.g.n : first, has_row);
+    copy_8(to + 512, has_row_1 ? from + 2 * p.g.n : first, has_row_1);
+    copy_8(to + 520, has_row_1 ? from + 3 * p.g.n : first, has_row_1);
+    copy_8(to + 1024, has_row ? gate : scales, has_row);
+    copy_8(to + 1032, has_row ? up : scales, has_row);
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  }
   template <int kHalf>
   __device__ __forceinline__ void copy_hidden(const Cursor& at) const {
+    if constexpr (kHeld) return copy_held<kHalf>(at);
     const uint16_t* from = p.gated.hidden + at.before + kHalf * kHalfRows * 2 * p.g.n;
     const bool has_row = at.has(kHalf * kHalfRows), has_row_1 = at.has(kHalf * kHalfRows + 1);
     const uint32_t to = slot_of(kHalf);
@@ -180,6 +208,28 @@ struct GatedGradient {
     copy(to + 1024, has_row_1 ? from + 2 * p.g.n : p.gated.hidden, has_row_1);
     copy(to + 1536, has_row_1 ? from + 3 * p.g.n : p.gated.hidden, has_row_1);
     asm volatile("cp.async.commit_group;" ::: "memory");
+  }
+
+  // Gates and ups of a lane's row of a half, in bfloat16.
+  struct Hidden {
+    uint4 gates, ups;
+  };
+  template <int kHalf>
+  __device__ __forceinline__ Hidden hidden_of(int which) const {
+    const uint32_t slot = slot_of(kHalf);
+    if constexpr (!kHeld)
+      return {load_shared(slot + which * 1024), load_shared(slot + which * 1024 + 512)};
+    const uint4 codes = load_shared(slot + which * 512), scales = load_shared(slot + 1024);
+    return {decoded(codes.x, codes.y, which ? scales.y : scales.x),
+            decoded(codes.z, codes.w, which ? scales.w : scales.z)};
+  }
+  static __device__ __forceinline__ uint4 decoded(uint32_t low, uint32_t high, uint32_t scale_inv) {
+    const float factor = __uint_as_float(scale_inv);
+    float v[8];
+    decode_values<E4M3>(make_uint2(low, high), v);
+    return make_uint4(
+        bf16x2_of(v[0] * factor, v[1] * factor), bf16x2_of(v[2] * factor, v[3] * factor),
+        bf16x2_of(v[4] * factor, v[5] * factor), bf16x2_of(v[6] * factor, v[7] * factor));
   }
 
   // Codes of 8 columns of a row, four in a word.
@@ -244,13 +294,12 @@ struct GatedGradient {
   template <int kHalf, typename Copy>
   __device__ __forceinline__ Codes row_step(int part, const Cursor& at, int which,
                                             const Copy& copy_next) {
-    const uint32_t slot = slot_of(kHalf) + which * 1024;
     const uint32_t row = warp() * 32 + kHalf * kHalfRows + 2 * pair() + which;
     const bool exists = at.has(kHalf * kHalfRows + which);
-    const uint4 gates = load_shared(slot), ups = load_shared(slot + 512);
+    const Hidden hidden = hidden_of<kHalf>(which);
     const uint4 grads = load_shared(exchange.tile + place_in_tile(part, row, right()));
     copy_next();
-    const Codes codes = differentiate(gates, ups, grads, exists);
+    const Codes codes = differentiate(hidden.gates, hidden.ups, grads, exists);
     if (exists) {
       uint8_t* to = p.gated.rowwise + at.before + (kHalf * kHalfRows + which) * 2 * p.g.n;
       store_row(to, codes.gates);
@@ -378,7 +427,7 @@ struct GatedGradient {
 };
 
 // Like dense_gemm_kernel, with a warpgroup for the epilogue.
-template <typename V, typename A, typename B, Activation kAct>
+template <typename V, typename A, typename B, Activation kAct, bool kHeld>
 __global__ void __launch_bounds__(kConsumers + 256, 1)
     gated_gradient_kernel([[maybe_unused]] const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) uint8_t shared[];  // an atom of the swizzle
@@ -398,9 +447,9 @@ __global__ void __launch_bounds__(kConsumers + 256, 1)
   } else if (threadIdx.x < kConsumers + 128) {
     give_registers<88>();
     if (p.gated.act_columnwise)
-      GatedGradient<V, A, kAct, true>(p, exchange.tile).run();
+      GatedGradient<V, A, kAct, true, kHeld>(p, exchange.tile).run();
     else
-      GatedGradient<V, A, kAct, false>(p, exchange.tile).run();
+      GatedGradient<V, A, kAct, false, kHeld>(p, exchange.tile).run();
   } else {
     give_registers<24>();
     if (threadIdx.x == kConsumers + 128) copy_tiles<V, HandOver<V>>(p, ring);
@@ -411,9 +460,42 @@ __global__ void __launch_bounds__(kConsumers + 256, 1)
 
 #else
 
-template <typename V, typename A, typename B, Activation kAct>
+template <typename V, typename A, typename B, Activation kAct, bool kHeld>
 __global__ void gated_gradient_kernel(const __grid_constant__ Params) {}
 
 #endif
+
+template <typename A, bool kHeld>
+void launch_gated_bwd(const Launch& at, const GatedProduct& product) {
+  using V = Variant<192, 4, 4, true>;
+  constexpr size_t kBytesShared =
+      V::kStages * V::kStageBytes + kExchangeBytes<V> + sizeof(Control<V::kStages>);
+  static_assert(kBytesShared <= kSharedLimit, "what a block may have on sm_90");
+  Params p;
+  p.g = product.g;
+  p.gated = product.gated;
+  if (kHeld)
+    describe(&p.added, kBytes, p.gated.held, p.g.m, 2 * p.g.n, kTileM, V::kColumns);
+  else
+    describe(&p.added, kBFloat16s, p.gated.hidden, p.g.m, 2 * p.g.n, kTileM, V::kColumns);
+  prepare<V>(&p);
+  launch_tiles<V>(at, gated_gradient_kernel<V, A, E4M3, Activation::kSilu, kHeld>, kConsumers + 256,
+                  kBytesShared, p);
+}
+
+template <bool kHeld>
+void run_gated_bwd(Args& args) {
+  const GatedProduct product = check_gated_bwd(args, kHeld);
+  if (product.g.promotion != 512)
+    fail(kApexTeUnsupported, "%s: promotion must be 512, got %lld", args.name(),
+         static_cast<long long>(product.g.promotion));
+  const DeviceGuard guard(args.device_id());
+  const Launch at = launch_of(args, product.g);
+  if (product.g.m == 0 || product.g.n == 0) return;
+  if (product.g.a_type == DType::kE5M2)
+    launch_gated_bwd<E5M2, kHeld>(at, product);
+  else
+    launch_gated_bwd<E4M3, kHeld>(at, product);
+}
 
 }  // namespace apex_te

@@ -11,10 +11,13 @@
 // FP8: q = satcast_rne(y * scale) from the fp32 result y; amax becomes max(amax, max |y|) with NaN
 // above infinity, scale_inv 1 / scale. The columnwise copy may be padded with zeros
 // (common/numerics/columnwise.h). dbias is the column sums of the fp32 gradient, [2F].
+// A held input is one [M, 2F] matrix in E4M3 with scales of blocks of 1 x 128, as block_quantize
+// makes it; its values are rounded to bfloat16, and there are no biases.
 #pragma once
 
 #include "common/abi/op.h"
 #include "common/activation/functions.h"
+#include "common/numerics/block_scale.h"
 #include "common/numerics/columnwise.h"
 
 // Rows that one line of the workspace of dbias sums.
@@ -42,6 +45,18 @@ APEX_TE_FUNCTION(swiglu_bwd_fp8,
                  "amax: f32[^ 1]!!?, scale_inv: f32[scale]!?, dbias: T[+ pair(w up)]!?, "
                  "workspace: f32[r/64 pair(w up)]!?dbias, activation: int, limit: float, "
                  "alpha: float, offset: float")
+APEX_TE_FUNCTION(swiglu_fwd_held_fp8,
+                 "input: e4m3[r w], input_scale_inv: f32[w/128 r%4], scale: f32[1], "
+                 "rowwise: F[r w/2]!?, columnwise: F[w/2 r~16]!?, amax: f32[^ 1]!!?, "
+                 "scale_inv: f32[scale]!?, activation: int, limit: float, alpha: float, "
+                 "offset: float")
+APEX_TE_FUNCTION(swiglu_bwd_held_fp8,
+                 "grad_output: bf16[r f], input: e4m3[r 2f], input_scale_inv: f32[2f/128 r%4], "
+                 "scale: f32[1], rowwise: F[r 2f]!?, columnwise: F[2f r~16]!?, "
+                 "amax: f32[^ 1]!!?, scale_inv: f32[scale]!?, dbias: bf16[+ 2f]!?, "
+                 "workspace: f32[r/64 2f]!?dbias, activation: int, limit: float, alpha: float, "
+                 "offset: float")
+APEX_TE_IN_PLACE(swiglu_bwd_held_fp8, "rowwise: input")
 
 namespace apex_te {
 
@@ -91,7 +106,9 @@ struct Swiglu {
   DType dtype;         // of inputs, biases, out, gradients and dbias
   int64_t rows, cols;  // M and F
   const void *gate, *up;
-  int64_t gate_ld, up_ld;  // distances of rows, in elements
+  int64_t gate_ld, up_ld;    // distances of rows, in elements
+  const float* held_scales;  // [2 F / 128, held_ld] of gate and up in E4M3; null: they have dtype
+  int64_t held_ld;
   const void *gate_bias, *up_bias;
   const void* grad_output;
   void* out;
@@ -123,6 +140,17 @@ inline void* second_half(const void* first, int64_t half, DType dtype) {
   return first ? static_cast<char*>(const_cast<void*>(first)) + half * bytes : nullptr;
 }
 
+// Columns of gate in a matrix [M, 2F].
+inline int64_t half_of_columns(const TensorView& input) {
+  if (input.size(1) % 2) {
+    char actual[96];
+    const int64_t shape[2] = {input.size(0), input.size(1)};
+    format_shape(actual, sizeof(actual), shape, 2);
+    input.refuse(kApexTeValueError, "have an even number of columns without up", actual);
+  }
+  return input.size(1) / 2;
+}
+
 inline void check_swiglu_input(Args& args, Swiglu& p) {
   const TensorView input = args.tensor();
   const TensorView up = args.optional_tensor();
@@ -136,13 +164,7 @@ inline void check_swiglu_input(Args& args, Swiglu& p) {
     p.up = up.has_dtype({p.dtype}).has_shape({p.rows, p.cols}).data<void>();
     p.up_ld = row_distance(up);
   } else {
-    if (input.size(1) % 2) {
-      char actual[96];
-      const int64_t shape[2] = {input.size(0), input.size(1)};
-      format_shape(actual, sizeof(actual), shape, 2);
-      input.refuse(kApexTeValueError, "have an even number of columns without up", actual);
-    }
-    p.cols = input.size(1) / 2;
+    p.cols = half_of_columns(input);
     p.up = second_half(p.gate, p.cols, p.dtype);
     p.up_ld = p.gate_ld;
   }
@@ -156,6 +178,20 @@ inline void check_swiglu_input(Args& args, Swiglu& p) {
   if (bias) bias.has_dtype({p.dtype}).has_shape({up_bias ? p.cols : 2 * p.cols}).is_dense();
   p.gate_bias = bias.data<void>();
   p.up_bias = up_bias ? up_bias.data<void>() : second_half(p.gate_bias, p.cols, p.dtype);
+}
+
+inline void check_held_input(Args& args, Swiglu& p) {
+  const TensorView input = args.tensor(), scale_inv = args.tensor();
+  input.has_dtype({DType::kE4M3}).has_ndim(2).is_dense();
+  p.dtype = DType::kBFloat16;
+  p.rows = input.size(0);
+  p.gate_ld = p.up_ld = input.size(1);
+  p.cols = half_of_columns(input);
+  p.gate = input.data<void>();
+  p.up = input.data<uint8_t>() ? input.data<uint8_t>() + p.cols : nullptr;
+  p.held_ld = padded_to_4(p.rows);
+  scale_inv.has_dtype({DType::kFloat32}).has_shape({num_blocks(2 * p.cols), p.held_ld});
+  p.held_scales = scale_inv.is_dense().data<float>();
 }
 
 // rows x cols: the shape of the FP8 result.
@@ -216,10 +252,10 @@ inline void check_swiglu_activation(Args& args, Swiglu& p) {
   p.activation = check_gated_activation(args, p.clamp);
 }
 
-inline Swiglu check_swiglu_fwd(Args& args, bool to_fp8) {
+inline Swiglu check_swiglu_fwd(Args& args, bool to_fp8, bool is_held = false) {
   Swiglu p = {};
   p.fp8 = DType::kOther;
-  check_swiglu_input(args, p);
+  is_held ? check_held_input(args, p) : check_swiglu_input(args, p);
   if (to_fp8)
     check_swiglu_fp8(args, p, p.rows, p.cols);
   else
@@ -228,11 +264,11 @@ inline Swiglu check_swiglu_fwd(Args& args, bool to_fp8) {
   return p;
 }
 
-inline Swiglu check_swiglu_bwd(Args& args, bool to_fp8) {
+inline Swiglu check_swiglu_bwd(Args& args, bool to_fp8, bool is_held = false) {
   Swiglu p = {};
   p.fp8 = DType::kOther;
   const TensorView grad_output = args.tensor();
-  check_swiglu_input(args, p);
+  is_held ? check_held_input(args, p) : check_swiglu_input(args, p);
   grad_output.has_dtype({p.dtype}).has_shape({p.rows, p.cols}).is_dense();
   p.grad_output = grad_output.data<void>();
   if (to_fp8) {

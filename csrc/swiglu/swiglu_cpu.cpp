@@ -54,8 +54,8 @@ APEX_TE_INLINE uint32_t tile(const Swiglu& p, RowLoop loop, int64_t row0, int64_
     const int64_t row = row0 + r;
     const float* first_bias = p.gate_bias ? gate_bias : nullptr;
     const float* second_bias = p.gate_bias ? up_bias : nullptr;
-    const float* g = read_row(dtype, p.gate, row * p.gate_ld + col0, first_bias, cols, gate);
-    const float* u = read_row(dtype, p.up, row * p.up_ld + col0, second_bias, cols, up);
+    const float* g = read_gate(p, row, col0, first_bias, cols, gate);
+    const float* u = read_up(p, row, col0, second_bias, cols, up);
     const float* d = grad;
     if (p.grad_output) d = read_row(dtype, p.grad_output, row * p.cols + col0, nullptr, cols, grad);
     void* out[2] = {p.grad_output ? p.dgate : p.out, p.dup};
@@ -147,3 +147,9 @@ APEX_TE_DEFINE(swiglu_fwd) { apex_te::run_swiglu(apex_te::check_swiglu_fwd(args,
 APEX_TE_DEFINE(swiglu_fwd_fp8) { apex_te::run_swiglu(apex_te::check_swiglu_fwd(args, true)); }
 APEX_TE_DEFINE(swiglu_bwd) { apex_te::run_swiglu(apex_te::check_swiglu_bwd(args, false)); }
 APEX_TE_DEFINE(swiglu_bwd_fp8) { apex_te::run_swiglu(apex_te::check_swiglu_bwd(args, true)); }
+APEX_TE_DEFINE(swiglu_fwd_held_fp8) {
+  apex_te::run_swiglu(apex_te::check_swiglu_fwd(args, true, true));
+}
+APEX_TE_DEFINE(swiglu_bwd_held_fp8) {
+  apex_te::run_swiglu(apex_te::check_swiglu_bwd(args, true, true));
+}

@@ -111,9 +111,10 @@ void run_swiglu(Args& args, const Swiglu& p, bool is_bwd) {
   const bool in_tiles = p.fp8 != DType::kOther || p.dbias;
   const bool aligned = swiglu_inputs_aligned(p) && is_aligned(p.out, 16) &&
                        is_aligned(p.dgate, 16) && is_aligned(p.dup, 16) && is_aligned(p.rowwise, 8);
-  if (!aligned || (in_tiles && p.dtype == DType::kFloat32))
-    return launch_swiglu_any(p, is_bwd, stream);
-  if (in_tiles) return launch_swiglu_tile(p, is_bwd, stream);
+  if (in_tiles && p.dtype != DType::kFloat32 && p.rows && p.cols)
+    return aligned ? launch_swiglu_tile(p, is_bwd, stream)
+                   : launch_swiglu_staged(p, is_bwd, stream);
+  if (!aligned || in_tiles) return launch_swiglu_any(p, is_bwd, stream);
   with_dtype(p.dtype, [&](auto zero) { launch_vectors<decltype(zero)>(p, is_bwd, stream); });
 }
 

@@ -75,4 +75,25 @@ APEX_TE_INLINE const float* read_row(const RowDType& dtype, const void* matrix, 
   return values;
 }
 
+// A part of a row of gates, or with `offset` F of ups, as floats: where it lies, or in `values`.
+APEX_TE_INLINE const float* read_half(const Swiglu& p, const void* half, int64_t ld, int64_t offset,
+                                      int64_t row, int64_t col, const float* bias, int64_t n,
+                                      float* values) {
+  if (!p.held_scales) return read_row(RowDType(p.dtype), half, row * ld + col, bias, n, values);
+  decode_row<E4M3>(static_cast<const uint8_t*>(half) + row * ld + col, n, values);
+  for (int64_t c = 0; c < n; ++c) {
+    const float scale_inv = p.held_scales[(offset + col + c) / kBlock * p.held_ld + row];
+    values[c] = to_float(from_float<BFloat16>(values[c] * scale_inv));
+  }
+  return values;
+}
+APEX_TE_INLINE const float* read_gate(const Swiglu& p, int64_t row, int64_t col, const float* bias,
+                                      int64_t n, float* values) {
+  return read_half(p, p.gate, p.gate_ld, 0, row, col, bias, n, values);
+}
+APEX_TE_INLINE const float* read_up(const Swiglu& p, int64_t row, int64_t col, const float* bias,
+                                    int64_t n, float* values) {
+  return read_half(p, p.up, p.up_ld, p.cols, row, col, bias, n, values);
+}
+
 }  // namespace apex_te

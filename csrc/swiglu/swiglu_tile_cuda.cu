@@ -33,6 +33,18 @@ __device__ __forceinline__ const char* address(const void* matrix, int64_t ld, i
   return static_cast<const char*>(matrix) + 2 * (row * ld + col);
 }
 
+template <int kCount, bool kHeld>
+__device__ __forceinline__ void load_halves(const Swiglu& p, int64_t row, int64_t col, int rows,
+                                            Words4* gate, Words4* up) {
+  if constexpr (kHeld) {
+    load_held<kCount>(p, row, col, rows, true, p.cols - col, gate);
+    load_held<kCount>(p, row, p.cols + col, rows, true, p.cols - col, up);
+  } else {
+    load_rows<kCount>(address(p.gate, p.gate_ld, row, col), 2 * p.gate_ld, rows, gate);
+    load_rows<kCount>(address(p.up, p.up_ld, row, col), 2 * p.up_ld, rows, up);
+  }
+}
+
 __device__ __forceinline__ void add(const Words4& addends, bool is_half, float* values) {
   float a[kVec];
   unpack16(addends, is_half, a);
@@ -44,7 +56,7 @@ __device__ __forceinline__ Words4 load_bias(const void* bias, int64_t col, int64
   return bias && col < cols ? load_vec(static_cast<const BFloat16*>(bias) + col) : Words4{};
 }
 
-template <Activation kAct>
+template <Activation kAct, bool kHeld>
 __global__ void __launch_bounds__(Tile::kThreads, kBlocks) swiglu_fwd_tile_kernel(const Swiglu p) {
   __shared__ uint32_t warp_amaxes[Tile::kThreads / 32];
   __shared__ __align__(16) uint2 tile[Tile::kSharedWords];
@@ -57,11 +69,8 @@ __global__ void __launch_bounds__(Tile::kThreads, kBlocks) swiglu_fwd_tile_kerne
   const float scale = *p.scale;
   const Words4 gate_bias = load_bias(p.gate_bias, at.col, at.cols);
   const Words4 up_bias = load_bias(p.up_bias, at.col, at.cols);
-  const char* gate_from = address(p.gate, p.gate_ld, at.row, at.col);
-  const char* up_from = address(p.up, p.up_ld, at.row, at.col);
   Words4 gate[kRows], up[kRows];
-  load_rows<kRows>(gate_from, 2 * p.gate_ld, rows, gate);
-  load_rows<kRows>(up_from, 2 * p.up_ld, rows, up);
+  load_halves<kRows, kHeld>(p, at.row, at.col, rows, gate, up);
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     float g[kVec], u[kVec];
@@ -80,10 +89,16 @@ __global__ void __launch_bounds__(Tile::kThreads, kBlocks) swiglu_fwd_tile_kerne
   if (p.columnwise) Tile::stage_columns(codes, tile);
   stage_amax(amax, warp_amaxes);
   __syncthreads();
-  if (p.columnwise) Tile::store_columns_any(p.columnwise, p.columnwise_ld, at, tile);
+  if (p.columnwise) Tile::store_columns_most(p.columnwise, p.columnwise_ld, at, tile);
   finish_amax<Tile::kThreads>(p.amax, seen, warp_amaxes);
   if (blockIdx.x == 0 && block_row() == 0 && threadIdx.x == 0 && p.scale_inv)
     *p.scale_inv = 1.0f / scale;
+}
+
+__device__ __forceinline__ void store_8_floats(float* to, const float* values) {
+  float4* p = reinterpret_cast<float4*>(to);
+  p[0] = make_float4(values[0], values[1], values[2], values[3]);
+  p[1] = make_float4(values[4], values[5], values[6], values[7]);
 }
 
 // 4 rows of codes, of which the other half of the warp has the same columns of the other 4, to the
@@ -102,12 +117,12 @@ __device__ __forceinline__ void share_rows(const uint2* gate, const uint2* up, b
 
 // All loads of a thread are in flight at once, and twice the threads share a tile's arithmetic,
 // which is what a small matrix waits for.
-template <Activation kAct>
+template <Activation kAct, bool kHeld>
 __global__ void __launch_bounds__(kBwdThreads, kBwdBlocks) swiglu_bwd_tile_kernel(const Swiglu p) {
   constexpr int kWarps = kBwdThreads / 32;
   __shared__ uint32_t warp_amaxes[kWarps];
   __shared__ __align__(16) uint2 tiles[2][Tile::kSharedWords];
-  __shared__ float sums[2][kWarps][Tile::kTileCols];
+  __shared__ __align__(16) float sums[2][kWarps][Tile::kTileCols];
   const int lane = threadIdx.x % Tile::kLanes, warp = threadIdx.x / 32;
   const bool is_upper = threadIdx.x & Tile::kLanes;
   const Tile::Place at(p.rows, p.cols, lane, warp);
@@ -123,8 +138,7 @@ __global__ void __launch_bounds__(kBwdThreads, kBwdBlocks) swiglu_bwd_tile_kerne
   const Words4 gate_bias = load_bias(p.gate_bias, at.col, at.cols);
   const Words4 up_bias = load_bias(p.up_bias, at.col, at.cols);
   Words4 gate[kBwdRows], up[kBwdRows], grad[kBwdRows];
-  load_rows<kBwdRows>(address(p.gate, p.gate_ld, row, at.col), 2 * p.gate_ld, rows, gate);
-  load_rows<kBwdRows>(address(p.up, p.up_ld, row, at.col), 2 * p.up_ld, rows, up);
+  load_halves<kBwdRows, kHeld>(p, row, at.col, rows, gate, up);
   load_rows<kBwdRows>(address(p.grad_output, p.cols, row, at.col), 2 * p.cols, rows, grad);
 #pragma unroll
   for (int r = 0; r < kBwdRows; ++r) {
@@ -170,22 +184,23 @@ __global__ void __launch_bounds__(kBwdThreads, kBwdBlocks) swiglu_bwd_tile_kerne
     Tile::stage_columns(codes, tiles[is_upper], lane, warp);
   }
   if (p.dbias) {
+    let_next_kernel_start();
 #pragma unroll
     for (int i = 0; i < kVec; ++i) {
-      const float g = gate_sums[i] + __shfl_down_sync(0xFFFFFFFFu, gate_sums[i], Tile::kLanes);
-      const float u = up_sums[i] + __shfl_down_sync(0xFFFFFFFFu, up_sums[i], Tile::kLanes);
-      if (!is_upper) {
-        sums[0][warp][lane * kVec + i] = g;
-        sums[1][warp][lane * kVec + i] = u;
-      }
+      gate_sums[i] += __shfl_down_sync(0xFFFFFFFFu, gate_sums[i], Tile::kLanes);
+      up_sums[i] += __shfl_down_sync(0xFFFFFFFFu, up_sums[i], Tile::kLanes);
+    }
+    if (!is_upper) {
+      store_8_floats(&sums[0][warp][lane * kVec], gate_sums);
+      store_8_floats(&sums[1][warp][lane * kVec], up_sums);
     }
   }
   stage_amax(amax, warp_amaxes);
   __syncthreads();
   if (p.columnwise) {
     const int half = threadIdx.x / Tile::kThreads;
-    Tile::store_columns_any(p.columnwise + half * p.cols * p.columnwise_ld, p.columnwise_ld, at,
-                            tiles[half], threadIdx.x % Tile::kThreads);
+    Tile::store_columns_most(p.columnwise + half * p.cols * p.columnwise_ld, p.columnwise_ld, at,
+                             tiles[half], threadIdx.x % Tile::kThreads);
   }
   if (p.dbias) {
     static_assert(kBwdThreads == 2 * Tile::kTileCols, "a thread for each column sum");
@@ -209,10 +224,14 @@ void launch_swiglu_tile(const Swiglu& p, bool is_bwd, cudaStream_t stream) {
   if (p.rows && p.cols) blocks = Tile::grid(p.rows, p.cols, "swiglu");
   GatedKinds::choose(p.activation, [&](auto act) {
     constexpr Activation kAct = decltype(act)::value;
+    const auto fwd =
+        p.held_scales ? swiglu_fwd_tile_kernel<kAct, true> : swiglu_fwd_tile_kernel<kAct, false>;
+    const auto bwd =
+        p.held_scales ? swiglu_bwd_tile_kernel<kAct, true> : swiglu_bwd_tile_kernel<kAct, false>;
     if (is_bwd)
-      swiglu_bwd_tile_kernel<kAct><<<blocks, kBwdThreads, 0, stream>>>(p);
+      bwd<<<blocks, kBwdThreads, 0, stream>>>(p);
     else
-      swiglu_fwd_tile_kernel<kAct><<<blocks, Tile::kThreads, 0, stream>>>(p);
+      fwd<<<blocks, Tile::kThreads, 0, stream>>>(p);
   });
   check_cuda(cudaGetLastError(), "swiglu");
   if (!p.dbias) return;

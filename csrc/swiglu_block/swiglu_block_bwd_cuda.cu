@@ -1,6 +1,6 @@
 // Gradients of swiglu in FP8 blocks of 1 x 128 on CUDA, by rules that multiply.
 #include "swiglu_block/swiglu_block_device.h"
 
-template void apex_te::swiglu_block::launch<true, false>(const Params&, cudaStream_t);
+template void apex_te::swiglu_block::launch<true, false, false>(const Params&, cudaStream_t);
 
 APEX_TE_DEFINE(swiglu_bwd_block) { apex_te::swiglu_block::run<true>(args); }

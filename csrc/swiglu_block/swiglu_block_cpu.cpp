@@ -35,13 +35,14 @@ void compute_tile(const Swiglu& p, RowLoop loop, const BlockTile& t, Scratch<T>&
   for (int64_t r = 0; r < t.rows; ++r) {
     const int64_t row = t.row0 + r;
     if (row + kBlockRowsAhead < p.rows) {
-      ahead(p.gate, row, p.gate_ld);
-      ahead(p.up, row, p.up_ld);
+      if (!p.held_scales) {
+        ahead(p.gate, row, p.gate_ld);
+        ahead(p.up, row, p.up_ld);
+      }
       if (p.grad_output) ahead(p.grad_output, row, p.cols);
     }
-    const float* gate =
-        read_row(dtype, p.gate, row * p.gate_ld + t.col0, biases[0], t.cols, scratch.gate);
-    const float* up = read_row(dtype, p.up, row * p.up_ld + t.col0, biases[1], t.cols, scratch.up);
+    const float* gate = read_gate(p, row, t.col0, biases[0], t.cols, scratch.gate);
+    const float* up = read_up(p, row, t.col0, biases[1], t.cols, scratch.up);
     if (p.grad_output) dtype.widen(p.grad_output, row * p.cols + t.col0, t.cols, scratch.grad);
     loop(gate, up, scratch.grad, t.cols, p.clamp, scratch.made[0], scratch.made[1]);
     for (int h = 0; h < (p.grad_output ? 2 : 1); ++h)
@@ -82,7 +83,7 @@ void run_tiles(const SwigluBlock& given) {
   const RowLoop loop =
       is_bwd ? row_loop_of<true>(op.activation) : row_loop_of<false>(op.activation);
   const auto cast = use_avx2() ? cast_results_avx2<T> : cast_results_portable<T>;
-  const BlockEncoder<T> encoder(given.cast.fp8);
+  const BlockEncoder<T> encoder(given.cast.fp8), held_encoder(DType::kE4M3);
   const int64_t col_tiles = block_col_tiles(op.cols);
   std::atomic<uint32_t> amax{0};
   parallel_for(num_blocks(op.rows) * col_tiles, [&](int64_t i) {
@@ -90,8 +91,16 @@ void run_tiles(const SwigluBlock& given) {
     Scratch<T>& scratch = thread_scratch<Scratch<T>>();
     compute_tile<T>(op, loop, t, scratch);
     fold_amax(amax, cast(given.cast, encoder, t, op.cols, is_bwd ? 2 : 1, scratch));
+    if (!given.hold.rowwise) return;
+    for (const bool is_up : {false, true}) {
+      auto half = t;
+      half.col0 += is_up ? op.cols : 0;
+      const T* from = static_cast<const T*>(op.gate) + t.row0 * op.gate_ld + half.col0;
+      cast_1x128<T>(given.hold, held_encoder, half, {from, op.gate_ld, t.rows, nullptr});
+    }
   });
   finish_block_cast(given.cast, amax.load());
+  if (given.hold.rowwise) finish_block_cast(given.hold, 0);
 }
 
 void run_swiglu_block(const SwigluBlock& given) {
@@ -106,4 +115,13 @@ APEX_TE_DEFINE(swiglu_fwd_block) {
 }
 APEX_TE_DEFINE(swiglu_bwd_block) {
   apex_te::run_swiglu_block(apex_te::check_swiglu_block(args, true));
+}
+APEX_TE_DEFINE(swiglu_fwd_held_block) {
+  apex_te::run_swiglu_block(apex_te::check_swiglu_block(args, false, apex_te::Holding::kHeld));
+}
+APEX_TE_DEFINE(swiglu_bwd_held_block) {
+  apex_te::run_swiglu_block(apex_te::check_swiglu_block(args, true, apex_te::Holding::kHeld));
+}
+APEX_TE_DEFINE(swiglu_hold_block) {
+  apex_te::run_swiglu_block(apex_te::check_swiglu_block(args, false, apex_te::Holding::kHolds));
 }

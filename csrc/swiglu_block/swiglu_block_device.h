@@ -3,8 +3,8 @@
 // of the same inputs.
 //
 // The kernels are compiled for each activation and dtype, those of a direction and of rules that
-// divide or multiply in a file of their own. Format, alignment and biases are branches that a whole
-// grid takes alike.
+// divide or multiply in a file of their own, and those of held inputs. Format, alignment and biases
+// are branches that a whole grid takes alike.
 #pragma once
 
 #include "common/gpu/block_1x128.h"
@@ -25,7 +25,7 @@ constexpr int kBatch = 4;
 
 struct Params {
   Swiglu op;
-  BlockCast cast;
+  BlockCast cast, hold;
   bool loads_vectors, stores_vectors;
 };
 
@@ -53,7 +53,7 @@ __device__ __forceinline__ void add_bias(const void* bias, int64_t col, int64_t 
 // A thread's part of a tile at `at`: results of forward into `first`; of backward dgate into
 // `first` and dup into `second`. Zeros where the matrix has no element: a bias would make
 // something of none, and a gradient -0.
-template <typename T, Activation kAct, bool kBwd>
+template <typename T, Activation kAct, bool kBwd, bool kHeld>
 __device__ __forceinline__ void compute(const Params& p, const Tile::Place& at, Vec8<T>* first,
                                         Vec8<T>* second) {
   const Swiglu& op = p.op;
@@ -65,8 +65,13 @@ __device__ __forceinline__ void compute(const Params& p, const Tile::Place& at, 
 #pragma unroll
   for (int r0 = 0; r0 < kRows; r0 += kBatch) {
     Vec8<T> gate[kBatch], up[kBatch], grad[kBatch];
-    load_rows(gates, op.gate_ld, rows - r0, p.loads_vectors, n, gate);
-    load_rows(ups, op.up_ld, rows - r0, p.loads_vectors, n, up);
+    if constexpr (kHeld) {
+      load_held<kBatch>(op, at.row + r0, at.col, rows - r0, p.loads_vectors, n, gate);
+      load_held<kBatch>(op, at.row + r0, op.cols + at.col, rows - r0, p.loads_vectors, n, up);
+    } else {
+      load_rows(gates, op.gate_ld, rows - r0, p.loads_vectors, n, gate);
+      load_rows(ups, op.up_ld, rows - r0, p.loads_vectors, n, up);
+    }
     if (kBwd) load_rows(grads, op.cols, rows - r0, p.loads_vectors, n, grad);
     gates += kBatch * op.gate_ld;
     ups += kBatch * op.up_ld;
@@ -96,7 +101,7 @@ __device__ __forceinline__ void compute(const Params& p, const Tile::Place& at, 
   }
 }
 
-template <typename T, Activation kAct, bool kBwd, bool kDivides>
+template <typename T, Activation kAct, bool kBwd, bool kDivides, bool kHeld>
 __global__ void __launch_bounds__(Tile::kThreads, kBlocks<kBwd>)
     swiglu_block_kernel(const Params p) {
   __shared__ Block1x128Shared<T> shared;
@@ -106,7 +111,7 @@ __global__ void __launch_bounds__(Tile::kThreads, kBlocks<kBwd>)
   const AnyFormat<kDivides> format{p.cast.fp8 == DType::kE5M2};
   const bool is_whole = p.stores_vectors && at.is_whole();
   Vec8<T> first[kVec], second[kVec];
-  compute<T, kAct, kBwd>(p, at, first, second);
+  compute<T, kAct, kBwd, kHeld>(p, at, first, second);
   at.cols = p.cast.cols;
   cast_1x128(p.cast, at, p.stores_vectors, is_whole, format, first, shared);
   if (!kBwd) return;
@@ -115,34 +120,47 @@ __global__ void __launch_bounds__(Tile::kThreads, kBlocks<kBwd>)
   cast_1x128(p.cast, at, p.stores_vectors, is_whole, format, second, shared);
 }
 
-template <bool kBwd, bool kDivides>
+template <bool kBwd, bool kDivides, bool kHeld>
 void launch(const Params& p, cudaStream_t stream) {
   if (!p.op.rows || !p.op.cols) return;
   const dim3 blocks = Tile::grid(p.op.rows, p.op.cols, "swiglu_block");
   GatedKinds::choose(p.op.activation, [&](auto act) {
     constexpr Activation kAct = decltype(act)::value;
-    const auto kernel = p.op.dtype == DType::kFloat16
-                            ? swiglu_block_kernel<Half, kAct, kBwd, kDivides>
-                            : swiglu_block_kernel<BFloat16, kAct, kBwd, kDivides>;
+    auto kernel = swiglu_block_kernel<BFloat16, kAct, kBwd, kDivides, kHeld>;
+    if constexpr (!kHeld)
+      if (p.op.dtype == DType::kFloat16)
+        kernel = swiglu_block_kernel<Half, kAct, kBwd, kDivides, kHeld>;
     kernel<<<blocks, Tile::kThreads, 0, stream>>>(p);
   });
   check_cuda(cudaGetLastError(), "swiglu_block");
 }
 // Compiled where a file instantiates them.
-extern template void launch<false, false>(const Params&, cudaStream_t);
-extern template void launch<false, true>(const Params&, cudaStream_t);
-extern template void launch<true, false>(const Params&, cudaStream_t);
-extern template void launch<true, true>(const Params&, cudaStream_t);
+extern template void launch<false, false, false>(const Params&, cudaStream_t);
+extern template void launch<false, true, false>(const Params&, cudaStream_t);
+extern template void launch<true, false, false>(const Params&, cudaStream_t);
+extern template void launch<true, true, false>(const Params&, cudaStream_t);
+extern template void launch<false, false, true>(const Params&, cudaStream_t);
+extern template void launch<false, true, true>(const Params&, cudaStream_t);
+extern template void launch<true, false, true>(const Params&, cudaStream_t);
+extern template void launch<true, true, true>(const Params&, cudaStream_t);
 
-template <bool kBwd>
+// Forward of inputs that do not allow vector accesses.
+void launch_staged(const Params& p, cudaStream_t stream);
+
+inline bool stores_vectors(const BlockCast& p) {
+  return fp8_tile_aligned(p.columnwise_ld, p.cols, p.rowwise, p.columnwise);
+}
+
+template <bool kBwd, bool kHeld = false>
 void run(Args& args) {
-  const SwigluBlock given = check_swiglu_block(args, kBwd);
+  const SwigluBlock given = check_swiglu_block(args, kBwd, kHeld ? Holding::kHeld : Holding::kNone);
   const DeviceGuard guard(args.device_id());
   const auto stream = static_cast<cudaStream_t>(args.stream());
-  const BlockCast& cast = given.cast;
-  const Params p{given.op, cast, swiglu_inputs_aligned(given.op),
-                 fp8_tile_aligned(cast.columnwise_ld, cast.cols, cast.rowwise, cast.columnwise)};
-  with_divides(cast.rule, [&](auto divides) { launch<kBwd, decltype(divides)::value>(p, stream); });
+  const bool aligned = kHeld ? held_input_aligned(given.op) : swiglu_inputs_aligned(given.op);
+  const Params p{given.op, given.cast, given.hold, aligned, stores_vectors(given.cast)};
+  if (!kBwd && !kHeld && !aligned) return launch_staged(p, stream);
+  with_divides(p.cast.rule,
+               [&](auto divides) { launch<kBwd, decltype(divides)::value, kHeld>(p, stream); });
 }
 
 }  // namespace swiglu_block

@@ -3,6 +3,6 @@
 
 APEX_TE_LIBRARY()
 
-template void apex_te::swiglu_block::launch<false, false>(const Params&, cudaStream_t);
+template void apex_te::swiglu_block::launch<false, false, false>(const Params&, cudaStream_t);
 
 APEX_TE_DEFINE(swiglu_fwd_block) { apex_te::swiglu_block::run<false>(args); }

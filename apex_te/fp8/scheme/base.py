@@ -314,6 +314,7 @@ class Quantizer:
             multiple of 16 columns, as GEMMs for weight gradients need, which sum over the rows.
         keeps_scale: the scale is part of the FP8 state; only the first scale may depend on the
             matrix that is cast.
+        transposes: columnwise copies are the transposed rowwise ones, as both have one scale.
     """
 
     __slots__ = ("dtype",)
@@ -321,6 +322,7 @@ class Quantizer:
     dtype: torch.dtype
     pad_columnwise = False
     keeps_scale = False
+    transposes = False
 
     def quantize(
         self,

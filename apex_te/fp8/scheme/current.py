@@ -40,6 +40,8 @@ class CurrentScalingQuantizer(Quantizer):
 
     __slots__ = ("eps", "group", "pad_columnwise", "pow2")
 
+    transposes = True
+
     def __init__(
         self,
         dtype: torch.dtype,

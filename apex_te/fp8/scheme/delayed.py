@@ -121,6 +121,7 @@ class DelayedScalingQuantizer(Quantizer):
     __slots__ = ("amax", "first", "pad_columnwise", "scale", "sync")
 
     keeps_scale = True
+    transposes = True
 
     def __init__(
         self,

@@ -74,6 +74,8 @@ class ObservedQuantizer(Quantizer):
     def produce(
         self, producer: FusedCast, rowwise: bool = True, columnwise: bool = True
     ) -> QuantizedTensor:
+        if hasattr(producer, "overwrites"):
+            producer.overwrites = False  # the op runs again below
         quantized = self.inner.produce(producer, rowwise, columnwise)
         fp8_data = quantized.rowwise if rowwise else quantized.columnwise
         if fp8_data is not None and _is_eager(fp8_data):

@@ -10,7 +10,7 @@ import torch
 
 from ...fp8.scheme.base import BlockOptions
 from ...ops import activation, bias_gelu, layer_norm, rms_norm, swiglu, swiglu_block
-from ...ops.block_quantize import BlockQuantized
+from ...ops.block_quantize import BlockQuantized, block_dequantize
 from ...ops.fp8_output import FP8Output
 from ...runtime.named_arguments import did_you_mean
 from ...runtime.op_options import ClampedSwiglu
@@ -283,20 +283,39 @@ def norm_backward(
     return grads.dx, grads.dweight, grads.dbias
 
 
+def _values(x: torch.Tensor, scale_inv: torch.Tensor | None) -> torch.Tensor:
+    """Returns the bf16 values of a gated activation's input in E4M3; without scales ``x``."""
+    return x if scale_inv is None else block_dequantize(x, scale_inv)
+
+
 class ActivationForward(BaseFusedCast):
-    """Activation of ``x`` ``[rows, F]``, or ``[rows, 2F]`` if gated, as a fused cast."""
+    """Activation of ``x`` ``[rows, F]``, or ``[rows, 2F]`` if gated, as a fused cast.
 
-    __slots__ = ("can_fuse_blocks", "name")
+    A gated one may have ``x`` in E4M3 with ``scale_inv``, as ``held_rows.hold`` returns them. With
+    ``holds`` a kernel that also does what ``hold`` does leaves the result in ``held``.
+    """
 
-    def __init__(self, name: Any, x: torch.Tensor) -> None:
+    __slots__ = ("can_fuse_blocks", "held", "holds", "name", "scale_inv")
+
+    def __init__(
+        self,
+        name: Any,
+        x: torch.Tensor,
+        scale_inv: torch.Tensor | None = None,
+        holds: bool = False,
+    ) -> None:
         super().__init__(x)
         self.name = name
+        self.scale_inv = scale_inv
+        self.holds = holds
+        self.held: tuple[Any, Any] = (None, None)
         self.can_fuse_blocks = is_gated(name)
 
     def plain(self) -> torch.Tensor:
         """Returns the activation ``[rows, F]`` in the dtype of ``x``, without a cast to FP8."""
         if is_gated(self.name):
-            return swiglu.swiglu_fwd(self.x, activation=gate_of(self.name))
+            x = _values(self.x, self.scale_inv)
+            return swiglu.swiglu_fwd(x, activation=gate_of(self.name))
         return activation.activation_fwd(self.x, PLAIN[self.name])
 
     def fp8(
@@ -316,28 +335,51 @@ class ActivationForward(BaseFusedCast):
             "amax": amax,
         }
         if is_gated(self.name):
-            gate = gate_of(self.name)
-            return swiglu.swiglu_fwd_fp8(self.x, None, scale, dtype, activation=gate, **options)
+            options |= {"activation": gate_of(self.name), "input_scale_inv": self.scale_inv}
+            return swiglu.swiglu_fwd_fp8(self.x, None, scale, dtype, **options)
         return activation.activation_fwd_fp8(self.x, PLAIN[self.name], scale, dtype, **options)
 
     def blocks(self, options: BlockOptions, rowwise: bool, columnwise: bool) -> BlockQuantized:
         """Returns the activation's result ``[rows, F]`` in blocks; see ``FusedCast.blocks``."""
-        return swiglu_block.swiglu_fwd_block(
-            self.x, None, options.dtype, activation=gate_of(self.name),
-            columnwise_block_rows=options.columnwise_block_rows, rowwise=rowwise,
-            columnwise=columnwise, pad_columnwise=options.pad_columnwise, scales=options.scales,
-            eps=options.eps,
-        )  # fmt: skip
+        given: dict[str, Any] = {
+            "activation": gate_of(self.name),
+            "columnwise_block_rows": options.columnwise_block_rows,
+            "rowwise": rowwise,
+            "columnwise": columnwise,
+            "pad_columnwise": options.pad_columnwise,
+            "scales": options.scales,
+            "eps": options.eps,
+        }
+        if self.holds:
+            out, held = swiglu_block.swiglu_hold_block(self.x, options.dtype, **given)
+            self.held = held[:2]
+            return out
+        given["input_scale_inv"] = self.scale_inv
+        return swiglu_block.swiglu_fwd_block(self.x, None, options.dtype, **given)
 
 
 class ActivationBackward(BaseFusedCast):
-    """Gradient of an activation's input ``x`` as a fused cast, from ``dy`` ``[rows, F]``."""
+    """Gradient of an activation's input ``x`` as a fused cast, from ``dy`` ``[rows, F]``.
 
-    __slots__ = ("can_fuse", "can_fuse_blocks", "dy", "name")
+    ``scale_inv`` as in ``ActivationForward``; with ``overwrites`` a rowwise copy may take the
+    memory of an ``x`` in E4M3.
+    """
 
-    def __init__(self, name: Any, dy: torch.Tensor, x: torch.Tensor, with_dbias: bool) -> None:
+    __slots__ = ("can_fuse", "can_fuse_blocks", "dy", "name", "overwrites", "scale_inv")
+
+    def __init__(
+        self,
+        name: Any,
+        dy: torch.Tensor,
+        x: torch.Tensor,
+        with_dbias: bool,
+        scale_inv: torch.Tensor | None = None,
+        overwrites: bool = False,
+    ) -> None:
         super().__init__(x, with_dbias)
         self.name = name
+        self.scale_inv = scale_inv
+        self.overwrites = overwrites
         self.dy = dy
         # The kernels of the other activations have no column sums.
         self.can_fuse = is_gated(name) or name == "gelu" or not with_dbias
@@ -351,7 +393,8 @@ class ActivationBackward(BaseFusedCast):
         grads: Any
         if is_gated(self.name):
             gate = gate_of(self.name)
-            grads = swiglu.swiglu_bwd(self.dy, self.x, activation=gate, with_dbias=self.with_dbias)
+            x = _values(self.x, self.scale_inv)
+            grads = swiglu.swiglu_bwd(self.dy, x, activation=gate, with_dbias=self.with_dbias)
         elif self.name == "gelu":
             grads = bias_gelu.bias_gelu_bwd(self.dy, self.x, with_dbias=self.with_dbias)
         else:
@@ -384,8 +427,9 @@ class ActivationBackward(BaseFusedCast):
         if is_gated(self.name):
             gate = gate_of(self.name)
             grads = swiglu.swiglu_bwd_fp8(
-                self.dy, self.x, None, scale, dtype, activation=gate, **options
-            )
+                self.dy, self.x, None, scale, dtype, input_scale_inv=self.scale_inv,
+                overwrite_input=self.overwrites, activation=gate, **options,
+            )  # fmt: skip
         else:
             grads = bias_gelu.bias_gelu_bwd_fp8(self.dy, self.x, None, scale, dtype, **options)
         if grads.dbias is not None:
@@ -395,7 +439,8 @@ class ActivationBackward(BaseFusedCast):
     def blocks(self, options: BlockOptions, rowwise: bool, columnwise: bool) -> BlockQuantized:
         """Returns the gradient, in the shape of ``x``, in blocks; see ``FusedCast.blocks``."""
         return swiglu_block.swiglu_bwd_block(
-            self.dy, self.x, None, options.dtype, activation=gate_of(self.name), rowwise=rowwise,
+            self.dy, self.x, None, options.dtype, input_scale_inv=self.scale_inv,
+            overwrite_input=self.overwrites, activation=gate_of(self.name), rowwise=rowwise,
             columnwise=columnwise, pad_columnwise=options.pad_columnwise, scales=options.scales,
             eps=options.eps,
         )  # fmt: skip

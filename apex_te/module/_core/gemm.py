@@ -293,10 +293,29 @@ class GemmCall(NamedTuple):
         gather = self.options.parallel.gathered_rows
         return gather(saved[0], late=self.options.wgrad_store is not None)
 
+    @property
+    def transposes_gradient(self) -> bool:
+        """True if the gradient's columnwise copy can be made of the rowwise one, after dgrad."""
+        quantizers = self.quantizers
+        return (
+            self.need_input
+            and self.need_weight
+            and self.options.parallel is None
+            and quantizers.backward is None
+            and not quantizers.high_precision_wgrad
+            and quantizers.grad_output.transposes
+        )
+
     def cast_gradient(
-        self, dy: torch.Tensor | FusedCast, bias_dtype: torch.dtype | None
+        self,
+        dy: torch.Tensor | FusedCast,
+        bias_dtype: torch.dtype | None,
+        columns_later: bool = False,
     ) -> tuple[Any, torch.Tensor | None, Any]:
         """Quantizes the gradient ``[rows, out]`` of the output, and sums its columns for the bias.
+
+        With ``columns_later``, which requires ``transposes_gradient``, ``dgrad`` makes the
+        columnwise copy.
 
         Returns ``(quantized, grad_bias, dy)``, each None if not needed; ``dy`` is also None if the
         op wrote only FP8. ``dy`` has all ranks' rows if rows are split and wgrad runs in bf16 or
@@ -318,7 +337,8 @@ class GemmCall(NamedTuple):
         if not isinstance(dy, torch.Tensor):
             if not gathers and (fp8_wgrad or (self.need_input and not self.need_weight)):
                 dy.with_dbias = need_bias
-                quantized = quantizers.grad_output.produce(dy, self.need_input, fp8_wgrad)
+                columnwise = fp8_wgrad and not columns_later
+                quantized = quantizers.grad_output.produce(dy, self.need_input, columnwise)
                 return quantized, cast_to(dy.dbias, bias_dtype), None
             dy = dy.plain()
         if parallel is not None and parallel.gathers_gradient:
@@ -335,7 +355,7 @@ class GemmCall(NamedTuple):
                 grad_bias = dy.sum(0)
         elif self.need_input or fp8_wgrad:
             quantized, grad_bias = quantizers.grad_output.quantize(
-                dy, self.need_input, fp8_wgrad, need_bias
+                dy, self.need_input, fp8_wgrad and not columns_later, need_bias
             )
         elif need_bias:
             grad_bias = dy.sum(0)
@@ -351,8 +371,9 @@ class GemmCall(NamedTuple):
     ) -> torch.Tensor:
         """Computes ``dy @ weight + c`` [rows, in] of this rank, without a reduction over ranks.
 
-        Frees the rowwise copy of ``dy``; wgrad may then reuse its memory. ``c`` has ``out_dtype``,
-        and requires that the backend ``adds`` and that rows are not gathered.
+        Frees the rowwise copy of ``dy`` as ``drop_rows`` does; wgrad may then reuse its memory.
+        ``c`` has ``out_dtype``, and requires that the backend ``adds`` and that rows are not
+        gathered.
         """
         if isinstance(dy, torch.Tensor):
             values = weight_values(self.quantizers, saved[2], dy.dtype)
@@ -360,13 +381,22 @@ class GemmCall(NamedTuple):
         weight, backend = self.recast_weight(saved), self.quantizers.backend
         if isinstance(dy, QuantizedTensor):
             grad = backend.dgrad(dy, weight, out_dtype, out, c)
-            dy.rowwise = None
+            del weight
+            self.drop_rows(dy)
             return grad
         assert weight.columnwise is not None
         if out is None:
             cols, device = weight.columnwise.shape[0], weight.columnwise.device
             out = torch.empty(dy.rows, cols, dtype=out_dtype, device=device)
         return dy.multiplied(backend.bound(DGRAD, weight, out_dtype), out)
+
+    def drop_rows(self, dy: QuantizedTensor) -> None:
+        """Frees the rowwise copy of a gradient; makes the columnwise one of it if need be."""
+        if dy.columnwise is None and self.transposes_gradient:
+            assert dy.rowwise is not None
+            pad = self.quantizers.grad_output.pad_columnwise
+            dy.columnwise = byte_transpose(dy.rowwise, pad_columnwise=pad)
+        dy.rowwise = None
 
     def reduced_dgrad(
         self, saved: tuple, dy: Gradient, out_dtype: torch.dtype

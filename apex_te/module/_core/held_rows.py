@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ...ops.block_quantize import block_dequantize, block_quantize
+from .fused_casts import is_gated
 
 
 def hold(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -15,8 +18,13 @@ def hold(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return held.rowwise, held.rowwise_scale_inv
 
 
-def values_of(
-    held: torch.Tensor, scale_inv: torch.Tensor | None, dtype: torch.dtype
-) -> torch.Tensor:
-    """Returns the values in ``dtype`` of what ``hold`` returned; without scales ``held`` itself."""
-    return held if scale_inv is None else block_dequantize(held, scale_inv, dtype=dtype)
+def input_of(
+    activation: Any, held: torch.Tensor, scale_inv: torch.Tensor | None, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Returns what ``hold`` returned if ops of ``activation`` read it; else values and None.
+
+    ``dtype`` is that of the values. Without scales ``held`` are the values.
+    """
+    if scale_inv is None or (is_gated(activation) and dtype is torch.bfloat16):
+        return held, scale_inv
+    return block_dequantize(held, scale_inv, dtype=dtype), None

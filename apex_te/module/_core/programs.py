@@ -10,6 +10,7 @@ import torch
 from torch.autograd import forward_ad
 
 from ... import runtime
+from ...fp8.autocast import graph_task_id
 from ...ops import gemm_tuning, product_count
 from ...ops.binding import WORKSPACE
 from ...ops.fp8_gemm import WORKSPACE_BYTES
@@ -59,6 +60,18 @@ def take_saved(ctx: Any) -> tuple:
         ) from error
     of.maybe_clear_saved_tensors()
     return saved
+
+
+def may_overwrite_saved(ctx: Any) -> bool:
+    """Returns True if nothing but this run of backward reads what its forward has saved.
+
+    ``ctx.owns_saved`` is what ``second_backward_is_refused`` returned in forward. False if programs
+    may run the backward.
+    """
+    if torch.compiler.is_compiling() or not ctx.owns_saved or ctx.programs is not None:
+        return False
+    keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return graph_task_id() != -1 and keeps_graph is not None and not keeps_graph()
 
 
 def apply_function(function: Any, inputs: tuple[torch.Tensor | None, ...], *rest: Any) -> Any:

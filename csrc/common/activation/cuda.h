@@ -1,15 +1,16 @@
 // CUDA of the ops activation and bias_gelu: the arithmetic, and the kernel over vectors.
 //
-// cuda.h       vectors of 16 bytes in memory order; results in the input's dtype
-// tile_cuda.h  tiles of 16-bit elements: FP8 results in both layouts, and dbias
-// any_cuda.h   the same by element: any dtype, extent and alignment
+// cuda.h         vectors of 16 bytes in memory order; results in the input's dtype
+// tile_cuda.h    tiles of 16-bit elements: FP8 results in both layouts, and dbias
+// staged_cuda.h  the same of rows at any alignment
+// any_cuda.h     by element: any dtype, extent and alignment
 //
 // A kernel is compiled for each function and direction only. Dtype, FP8 format and outputs are
 // branches that a whole grid takes alike, once for 8 elements, which memory speed does not notice.
 #pragma once
 
 #include "common/activation/arguments.h"
-#include "common/gpu/vec.h"
+#include "common/gpu/shifted.h"
 
 namespace apex_te {
 
@@ -82,11 +83,39 @@ struct Modulo {
 constexpr int kFlatThreads = 128;
 constexpr int kFlatSteps = 2;  // vectors of a thread in flight
 
-// All 16-byte vectors of x, and at the end the elements that fill none. Without a bias a row is
-// whatever the caller likes; with one its extent is a multiple of a vector.
+// Where the vectors of x lie in its rows, in units of 16 bits; a vector has 8.
+struct FlatRows {
+  uint32_t units;          // of a row
+  bool is_aligned;         // the bias may be loaded in vectors, of which each lies in one row
+  Modulo vectors, of_row;  // by the number after which vectors lie alike, by units
+
+  FlatRows(uint32_t row_units, bool aligned)
+      : units(row_units),
+        is_aligned(aligned && row_units % kVec == 0),
+        vectors(is_aligned ? row_units / kVec : row_units),
+        of_row(row_units) {}
+};
+
+// The bias of vector v. One that is not aligned is shifted, one over several rows gathered.
+__device__ __forceinline__ Words4 load_flat_bias(const void* bias, uint32_t v, const FlatRows& n) {
+  const BFloat16* from = static_cast<const BFloat16*>(bias);
+  uint32_t at = n.vectors(v) * kVec;
+  if (n.is_aligned) return load_vec(from + at);
+  at = n.of_row(at);
+  if (at + kVec <= n.units) return load_shifted(from + at, kVec, from, from + n.units);
+  Words4 words = {};
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) {
+    words.words[i / 2] |= static_cast<uint32_t>(from[at].bits) << 16 * (i % 2);
+    at = at + 1 == n.units ? 0 : at + 1;
+  }
+  return words;
+}
+
+// All 16-byte vectors of x, and at the end the elements that fill none.
 template <Activation kKind, bool kBwd, bool kBias>
 __global__ void __launch_bounds__(kFlatThreads)
-    activation_flat_kernel(const ActivationOp p, const Modulo bias_vectors) {
+    activation_flat_kernel(const ActivationOp p, const FlatRows flat) {
   constexpr int kSteps = kFlatSteps;
   const bool is_half = p.dtype == DType::kFloat16, is_float = p.dtype == DType::kFloat32;
   const int64_t numel = p.rows * p.cols, vectors = is_float ? numel / 4 : numel / 8;
@@ -99,9 +128,7 @@ __global__ void __launch_bounds__(kFlatThreads)
     if (v >= vectors) continue;
     in[k] = load_vec(static_cast<const BFloat16*>(p.x) + v * kVec);
     if (kBwd) grad[k] = load_vec(static_cast<const BFloat16*>(p.dy) + v * kVec);
-    if (kBias && p.bias)
-      bias[k] = load_vec(static_cast<const BFloat16*>(p.bias) +
-                         bias_vectors(static_cast<uint32_t>(v)) * kVec);
+    if (kBias && p.bias) bias[k] = load_flat_bias(p.bias, static_cast<uint32_t>(v), flat);
   }
 #pragma unroll
   for (int k = 0; k < kSteps; ++k) {
@@ -132,19 +159,20 @@ __global__ void __launch_bounds__(kFlatThreads)
     if (v < vectors) store_vec(static_cast<BFloat16*>(p.out) + v * kVec, out);
   }
   const int64_t rest = (is_float ? vectors * 4 : vectors * 8) + threadIdx.x;
-  if (blockIdx.x == 0 && !kBias && rest < numel)
-    store_element(
-        p.out, rest, p.dtype,
-        activation_result<kKind, kBwd>(load_element(p.x, rest, p.dtype),
-                                       kBwd ? load_element(p.dy, rest, p.dtype) : 0.0f, is_float));
+  if (blockIdx.x != 0 || rest >= numel) return;
+  const float added = kBias && p.bias ? load_element(p.bias, rest % p.cols, p.dtype) : 0.0f;
+  const float x = load_element(p.x, rest, p.dtype);
+  store_element(
+      p.out, rest, p.dtype,
+      activation_result<kKind, kBwd>(kBias ? x + added : x,
+                                     kBwd ? load_element(p.dy, rest, p.dtype) : 0.0f, is_float));
 }
 
-// 16-byte accesses fit, and a vector lies in one row where there is a bias.
+// 16-byte accesses fit, and where there is a bias, the numbers of vectors and of a row's units.
 inline bool activation_flat_fits(const ActivationOp& p) {
   const int64_t per_vector = p.dtype == DType::kFloat32 ? 4 : 8;
-  const int64_t vectors = p.rows * p.cols / per_vector;
   return is_aligned(p.x, 16) && is_aligned(p.dy, 16) && is_aligned(p.out, 16) &&
-         (!p.bias || (p.cols % per_vector == 0 && is_aligned(p.bias, 16) && vectors < 1LL << 31));
+         (!p.bias || (p.cols < 1LL << 27 && p.rows * p.cols / per_vector < 1LL << 31));
 }
 
 template <typename Kinds, bool kBwd>
@@ -154,10 +182,11 @@ void launch_activation_flat(const ActivationOp& p, cudaStream_t stream) {
   const int64_t blocks = (p.rows * p.cols / per_vector + kPerBlock - 1) / kPerBlock;
   if (blocks > 0x7FFFFFFF)
     fail(kApexTeUnsupported, "activation: x must have fewer than 2^43 elements");
-  const Modulo bias_vectors(static_cast<uint32_t>(p.bias ? p.cols / per_vector : 1));
+  const int64_t units = p.bias && p.cols ? p.cols * (kVec / per_vector) : 1;
+  const FlatRows flat(static_cast<uint32_t>(units), is_aligned(p.bias, 16));
   Kinds::choose(p.kind, [&](auto kind) {
     activation_flat_kernel<decltype(kind)::value, kBwd, Kinds::kBias>
-        <<<static_cast<unsigned>(blocks ? blocks : 1), kFlatThreads, 0, stream>>>(p, bias_vectors);
+        <<<static_cast<unsigned>(blocks ? blocks : 1), kFlatThreads, 0, stream>>>(p, flat);
   });
   check_cuda(cudaGetLastError(), "activation");
 }

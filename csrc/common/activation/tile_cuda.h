@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(ActivationTile<kBwd>::kThreads, kActivationTil
   }
   if (kFP8) stage_amax(amax, warp_amaxes);
   __syncthreads();
-  if (kFP8 && p.columnwise) Tile::store_columns_any(p.columnwise, p.columnwise_ld, at, tile);
+  if (kFP8 && p.columnwise) Tile::store_columns_most(p.columnwise, p.columnwise_ld, at, tile);
   if (kDbias && at.row0 < p.rows) store_column_sums<Tile>(p, at, sums);
   if (!kFP8) return;
   finish_amax<Tile::kThreads>(p.amax, seen, warp_amaxes);

@@ -114,9 +114,10 @@ struct FP8Tile {
     for (int r = 0; r < kRows; ++r, p += ld) *reinterpret_cast<uint2*>(p) = codes[r];
   }
   static __device__ __forceinline__ void store_columns_whole(uint8_t* out, int64_t ld,
-                                                             const Place& at, const uint2* tile) {
+                                                             const Place& at, const uint2* tile,
+                                                             int thread = threadIdx.x) {
     constexpr int kParts = kTileRows / 16, kStep = kThreads / kParts;
-    const int part = threadIdx.x % kParts, first = threadIdx.x / kParts;
+    const int part = thread % kParts, first = thread / kParts;
     uint8_t* p = out + (at.col0 + first) * ld + at.row0 + part * 16;
 #pragma unroll
     for (int i = 0; i < kTileCols / kStep; ++i, p += kStep * ld)
@@ -170,6 +171,16 @@ struct FP8Tile {
       store_columns<true>(out, ld, at, tile, thread);
     else
       store_columns<false>(out, ld, at, tile, thread);
+  }
+
+  // store_columns_any for which the tiles that are whole are faster, and compile longer.
+  static __device__ __forceinline__ void store_columns_most(uint8_t* out, int64_t ld,
+                                                            const Place& at, const uint2* tile,
+                                                            int thread = threadIdx.x) {
+    if (ld % 16 == 0 && reinterpret_cast<uintptr_t>(out) % 16 == 0 && at.is_whole())
+      store_columns_whole(out, ld, at, tile, thread);
+    else
+      store_columns_any(out, ld, at, tile, thread);
   }
 
   // A thread's 8 x 8 codes, transposed, into the shared tile. A barrier must follow.

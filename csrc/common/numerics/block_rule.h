@@ -63,6 +63,19 @@ struct BlockRule : ScaleRule {
   }
 };
 
+// Biased exponent of the power of two that BlockRule gives E4M3 data of bfloat16 elements without
+// eps, of bits of their amax. 448 / amax has no rounding to a power of two: amax has 8 bits.
+APEX_TE_HD uint32_t held_exponent(uint32_t amax) {
+  if (amax == 0u || amax >= 0x7F800000u) return 127;
+  const uint32_t of_448 = 262u - (amax >> 23), exponent = of_448 - ((amax & 0x7FFFFFu) > 0x600000u);
+  return exponent < 254u ? exponent : 254u;
+}
+APEX_TE_HD float held_scale(uint32_t exponent) { return bits_float(exponent << 23); }
+APEX_TE_HD float held_inverse(uint32_t amax, uint32_t exponent) {
+  const uint32_t inverse = exponent == 254u ? 0x00400000u : (254u - exponent) << 23;
+  return bits_float(amax == 0x7F800000u ? amax : inverse);
+}
+
 // Reads eps and scales, in this order. scales: 0 for any numbers, 1 for powers of two, 2 for those
 // of inference engines. dtype: of the matrix.
 inline BlockRule check_block_rule(Args& args, DType fp8, DType dtype) {

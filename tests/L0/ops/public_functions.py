@@ -486,6 +486,10 @@ def make_case(name: str, rows: int = 32, cols: int = 64) -> Case:
             {**swiglu_operands(E4M3, *shape, 32), "scale": one(),
              "bias": torch.randn(32).bfloat16(), "amax": one()}, ("amax",),
         ),
+        "dense_gemm_swiglu.dense_gemm_swiglu_held": lambda: Case(
+            {**swiglu_operands(E4M3, *shape, 256), "scale": one(),
+             "bias": torch.randn(256).bfloat16(), "amax": one()}, ("amax",),
+        ),
         "dense_gemm_swiglu.dense_gemm_swiglu_bwd": lambda: Case(
             {**swiglu_operands(E5M2, *shape, 16), "hidden": torch.randn(rows, 32).bfloat16(),
              "scale": one(), "fp8_dtype": E5M2, "amax": one(), "act_scale": one()}, ("amax",),
@@ -760,6 +764,10 @@ def make_case(name: str, rows: int = 32, cols: int = 64) -> Case:
         ),
         "swiglu_block.swiglu_fwd_block": lambda: Case(
             {"input": narrow(rows), "up": narrow(rows), "fp8_dtype": E4M3, "amax": one(0.0)},
+            ("amax",),
+        ),
+        "swiglu_block.swiglu_hold_block": lambda: Case(
+            {"input": torch.randn(rows, 256).bfloat16(), "fp8_dtype": E4M3, "amax": one(0.0)},
             ("amax",),
         ),
         "swiglu_block.swiglu_bwd_block": lambda: Case(

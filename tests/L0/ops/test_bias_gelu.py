@@ -84,8 +84,9 @@ def test_fwd_bwd_sizes(device, poison, rows, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_without_bias(device, poison, dtype):
-    x, _, grad = inputs((2, 3, 264), dtype, device)
+@pytest.mark.parametrize("shape", [(2, 3, 264), (1, 31, 33)], ids=str)
+def test_without_bias(device, poison, shape, dtype):
+    x, _, grad = inputs(shape, dtype, device)
     exact, same_dtype = both_references(x, None, grad, "erf")
     x.requires_grad_()
     y = bias_gelu(x, form="erf")

@@ -37,6 +37,9 @@ OWN_SIZES = {  # where these are too large, or multiples are required
     "moe_router": {"r": 6, "c": 160, "k": 9, "g": 3},
     "qkv_cast_grad": {"o": 87, "i": 3, "q": 6, "g": 2, "s": 31},
     "swiglu_bwd_block": {"r": 261, "w": 512},
+    "swiglu_hold_block": {"r": 261, "w": 512},
+    "swiglu_fwd_held": {"r": 261, "w": 336},
+    "swiglu_bwd_held": {"r": 261, "f": 128},
     "multi_tensor_l2norm": LIST | {"z": list_words(3, 1)},
     "multi_tensor_lamb": LIST | {"z": list_words(3, 2)},
     "multi_tensor": LIST,
@@ -46,6 +49,7 @@ OWN_SIZES = {  # where these are too large, or multiples are required
     "fp8_gemm": GEMM,
     "wgrad_gemm": GEMM,
     "fp8_block_accumulate": {"m": 261, "n": 262},
+    "dense_gemm_swiglu_held": GEMM | {"m": 270, "n": 512},
     "dense_gemm": GEMM | {"m": 270},
     "grouped_gemm": GROUPED,
     "grouped_block_cast": SIZES,
@@ -75,12 +79,14 @@ SOURCES = [({"x": GATHERED}, ()), ({"x": GATED}, ("row_of",))]
 GROUPED_CASTS = ["grouped_cast", "grouped_block_cast"]
 FORMS = {
     "block_quantize": COPIES, "swiglu_fwd_block": COLUMN_BLOCKS, "block_dequantize": BLOCKS,
+    "swiglu_fwd_held_block": COLUMN_BLOCKS, "swiglu_hold_block": COLUMN_BLOCKS,
     "fp8_block_accumulate": SQUARES,
     "fp8_gemm_block": [(options | {"k": GEMM["k"]}, ()) for options, _ in SQUARES],
     "fp8_gemm": ONE_ADDED, "fp8_gemm_epilogue": ONE_ADDED, "rope_fwd": ANGLES, "rope_bwd": ANGLES,
     "multi_tensor_sgd": [({"momentum": 0.0}, ())], "moe_permute_map": ROUTES,
     "moe_permute_fwd": ROUTES, "dense_gemm_swiglu": SWIGLU,
-    "dense_gemm_swiglu_bwd": SWIGLU_BWD,
+    "dense_gemm_swiglu_bwd": SWIGLU_BWD, "dense_gemm_swiglu_held_bwd": SWIGLU_BWD,
+    "dense_gemm_swiglu_held": SWIGLU,
     "grouped_cast": SOURCES, "grouped_block_cast": SOURCES,
 }  # fmt: skip
 # Tensors that are refused without another one, and functions that are refused without any of these.
@@ -128,6 +134,8 @@ CHECKS = {
         "dense_gemm": "check_dense_gemm(args)",
         "dense_gemm_swiglu": "check_gated(args)",
         "dense_gemm_swiglu_bwd": "check_gated_bwd(args)",
+        "dense_gemm_swiglu_held": "check_gated(args, true)",
+        "dense_gemm_swiglu_held_bwd": "check_gated_bwd(args, true)",
     },
     "fp8_gemm/fp8_gemm.h": {each: f"check_{each}(args)" for each in PRODUCTS},
     "grouped_cast/grouped_cast.h": {

@@ -5,8 +5,13 @@ import torch
 
 from apex_te.ops import dense_gemm_swiglu as op
 from apex_te.ops import swiglu
+from apex_te.ops.block_quantize import block_dequantize, block_quantize
 from apex_te.ops.dense_gemm import dense_gemm
-from apex_te.ops.dense_gemm_swiglu import dense_gemm_swiglu, dense_gemm_swiglu_bwd
+from apex_te.ops.dense_gemm_swiglu import (
+    dense_gemm_swiglu,
+    dense_gemm_swiglu_bwd,
+    dense_gemm_swiglu_held,
+)
 from tests.checks import assert_same_bits, needs_cuda
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -57,6 +62,30 @@ def test_forward_equals_product_and_swiglu(device, poison, shape):
     check_forward(x, bias=torch.randn(2 * shape[1], device=device).bfloat16() * 3, start=0.5)
 
 
+@pytest.mark.parametrize(
+    "shape", [*SHAPES, (5, 128, 32), (129, 256, 144), (300, 640, 272)], ids=str
+)
+def test_forward_with_held_hidden(device, poison, shape):
+    """With scales from 2^-126 to 2^126, and blocks of NaN, infinity and zeros."""
+    m, f, k = shape
+    x = forward_operands(m, f, k, device)
+    weights = torch.zeros(2 * f, device=device)
+    weights[f // 3], weights[f // 2], weights[-1] = float("nan"), float("inf"), -1e38
+    biases = [None, torch.randn(2 * f, device=device), weights]
+    factors = 1.0, 2.0**-149, 2.0**-133, 2.0**120
+    for bias, factor in [(bias, 1.0) for bias in biases] + [(None, factor) for factor in factors]:
+        operands = (*x[:3], x[3] * factor)
+        scale, amaxes = scalar(3.0, device), [scalar(0.5, device) for _ in range(2)]
+        hidden, scale_inv, act = dense_gemm_swiglu_held(*operands, scale, bias=bias, amax=amaxes[0])
+        expected = dense_gemm_swiglu(*operands, scale, bias=bias, amax=amaxes[1])
+        held = block_quantize(expected.hidden, E4M3, columnwise=False)
+        assert_same_bits(bytes_of(hidden), bytes_of(held.rowwise))
+        assert_same_bits(scale_inv, held.rowwise_scale_inv)
+        assert_same_bits(bytes_of(act.rowwise), bytes_of(expected.act.rowwise))
+        assert_same_bits(act.scale_inv, expected.act.scale_inv)
+        assert_same_bits(*amaxes)
+
+
 def test_forward_against_float64(device):
     torch.manual_seed(0)
     x, weight = normal(64, 48, E4M3, device), normal(96, 48, E4M3, device)
@@ -86,13 +115,17 @@ def backward_operands(m, f, k, fp8, device):
     return normal(m, k, fp8, device, 8), normal(f, k, E4M3, device), *inv, hidden
 
 
-def check_backward(x, fp8, *, act=True, columnwise=True, start=0.0, scale=5.0):
-    device, hidden = x[0].device, x[4]
+def check_backward(x, fp8, *, act=True, columnwise=True, held=False, start=0.0, scale=5.0):
+    device, hidden, hidden_scale_inv = x[0].device, x[4], None
+    if held:
+        codes, hidden_scale_inv = block_quantize(hidden, E4M3, columnwise=False)[:2]
+        x = *x[:4], codes
+        hidden = block_dequantize(codes, hidden_scale_inv)
     amax, expected_amax = scalar(start, device), scalar(start, device)
     act_scale = scalar(2.5, device)
     grad, act_columns = dense_gemm_swiglu_bwd(
-        *x, scalar(scale, device), fp8, columnwise=columnwise, amax=amax,
-        act_scale=act_scale if act else None,
+        *x, scalar(scale, device), fp8, hidden_scale_inv=hidden_scale_inv, columnwise=columnwise,
+        amax=amax, act_scale=act_scale if act else None,
     )  # fmt: skip
     product = dense_gemm(*x[:4], use_split_accumulator=True)
     expected = swiglu.swiglu_bwd_fp8(
@@ -119,6 +152,23 @@ def test_backward_equals_product_and_swiglu(device, poison, shape, fp8):
     check_backward(x, fp8, act=False, start=1.5)
     check_backward(x, fp8, columnwise=False)
     check_backward(x, fp8, columnwise=False, act=False)
+
+
+@pytest.mark.parametrize("fp8", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_backward_of_held_hidden(device, poison, shape, fp8):
+    """With scales from 2^-126 to 2^120, and blocks of NaN, infinity and zeros."""
+    x = backward_operands(*shape, fp8, device)
+    hidden = x[4]
+    exponents = torch.arange(shape[0], device=device) * 41 % 247 - 126
+    scaled = hidden * (2.0**exponents)[:, None]
+    for values in (hidden, scaled.bfloat16()):
+        values[-1, :3] = torch.tensor([float("nan"), float("inf"), 0.0])
+        values[0, -1] = 0.0
+        check_backward((*x[:4], values), fp8, held=True)
+        check_backward((*x[:4], values), fp8, held=True, act=False, start=1.5)
+        check_backward((*x[:4], values), fp8, held=True, columnwise=False)
+        check_backward((*x[:4], values), fp8, held=True, columnwise=False, act=False)
 
 
 def test_backward_of_nan_and_infinity(device):

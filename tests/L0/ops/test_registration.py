@@ -27,6 +27,8 @@ SUPPLIED = {
     "dense_gemm": ["columns", "strip", "cache"],
     "dense_gemm_swiglu": ["strip", "cache"],
     "dense_gemm_swiglu_bwd": ["strip", "cache"],
+    "dense_gemm_swiglu_held": ["strip", "cache"],
+    "dense_gemm_swiglu_held_bwd": ["strip", "cache"],
 }
 FUNCTIONS = {
     name: parse(spec.signature).params

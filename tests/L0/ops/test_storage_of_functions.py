@@ -21,6 +21,7 @@ DENSE = {
     "cross_entropy.sum_losses": {"loss"},
     "dense_gemm.dense_gemm": {"a", "b", "bias"},
     "dense_gemm_swiglu.dense_gemm_swiglu": {"a", "b", "bias"},
+    "dense_gemm_swiglu.dense_gemm_swiglu_held": {"a", "b", "bias"},
     "dense_gemm_swiglu.dense_gemm_swiglu_bwd": {"a", "b", "hidden"},
     "emulated_gemm.emulated_block_gemm": {"a_scale_inv", "b_scale_inv"},
     "emulated_gemm.mx_gemm": {"a_scale", "b_scale"},
