@@ -25,7 +25,7 @@ constexpr int kBatch = 4;
 
 struct Params {
   Swiglu op;
-  BlockCast cast, hold;
+  BlockCast cast;
   bool loads_vectors, stores_vectors;
 };
 
@@ -144,18 +144,16 @@ extern template void launch<false, true, true>(const Params&, cudaStream_t);
 extern template void launch<true, false, true>(const Params&, cudaStream_t);
 extern template void launch<true, true, true>(const Params&, cudaStream_t);
 
-inline bool stores_vectors(const BlockCast& p) {
-  return fp8_tile_aligned(p.columnwise_ld, p.cols, p.rowwise, p.columnwise);
-}
-
 template <bool kBwd, bool kHeld = false>
 void run(Args& args) {
-  const SwigluBlock given = check_swiglu_block(args, kBwd, kHeld ? Holding::kHeld : Holding::kNone);
+  const SwigluBlock given = check_swiglu_block(args, kBwd, kHeld);
   const DeviceGuard guard(args.device_id());
   const auto stream = static_cast<cudaStream_t>(args.stream());
+  const BlockCast& cast = given.cast;
   const bool aligned = kHeld ? held_input_aligned(given.op) : swiglu_inputs_aligned(given.op);
-  const Params p{given.op, given.cast, given.hold, aligned, stores_vectors(given.cast)};
-  with_divides(p.cast.rule,
+  const Params p{given.op, cast, aligned,
+                 fp8_tile_aligned(cast.columnwise_ld, cast.cols, cast.rowwise, cast.columnwise)};
+  with_divides(cast.rule,
                [&](auto divides) { launch<kBwd, decltype(divides)::value, kHeld>(p, stream); });
 }
 
