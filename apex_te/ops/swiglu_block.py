@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..runtime.op_options import ClampedSwiglu, gate_arguments, scales_number
+from ..runtime.op_options import BLOCK_SCALES, ClampedSwiglu, gate_arguments, scales_number
 from . import swiglu
 from ._gated_matrices import (
     dense_biases,
@@ -26,6 +26,7 @@ _fwd_held = bind("swiglu_block", "swiglu_fwd_held_block")
 _bwd_held = bind("swiglu_block", "swiglu_bwd_held_block")
 
 _BLOCK = 128
+_SERVER = BLOCK_SCALES.index("server")
 
 
 @checked
@@ -77,7 +78,10 @@ def swiglu_fwd_block(
     check_any_output("swiglu_fwd_block", rowwise, columnwise, amax)
     held = None
     if input_scale_inv is not None:
-        input, held = held_input("swiglu_fwd_block", input, input_scale_inv, up, bias, 1)
+        input, held = held_input(
+            "swiglu_fwd_block", input, input_scale_inv, up, bias, swiglu.HELD_MULTIPLE,
+            number != _SERVER,
+        )  # fmt: skip
     matrix, up_matrix = input_matrices("swiglu_fwd_block", input, up)
     rows, cols = result_extents(matrix, up_matrix)
     biases = dense_biases(bias, up_bias)
@@ -154,7 +158,9 @@ def swiglu_bwd_block(
     check_any_output("swiglu_bwd_block", rowwise, columnwise, amax)
     held = None
     if input_scale_inv is not None:
-        input, held = held_input("swiglu_bwd_block", input, input_scale_inv, up, bias, _BLOCK)
+        input, held = held_input(
+            "swiglu_bwd_block", input, input_scale_inv, up, bias, _BLOCK, number != _SERVER
+        )
     matrix, up_matrix = input_matrices("swiglu_bwd_block", input, up)
     rows, cols = result_extents(matrix, up_matrix)
     biases = dense_biases(bias, up_bias)

@@ -68,6 +68,8 @@ inline SwigluBlock check_swiglu_block(Args& args, bool is_bwd, bool is_held = fa
   p.cast = check_block_cast(args, op.dtype, op.rows, (is_bwd ? 2 : 1) * op.cols,
                             is_bwd ? BlockArguments::kNone : BlockArguments::kColumnwise);
   op.fp8 = p.cast.fp8;
+  if (is_held && p.cast.rule.divides)
+    fail(kApexTeValueError, "%s: scales must be 0 or 1, got 2", args.name());
   check_swiglu_activation(args, op);
   return p;
 }

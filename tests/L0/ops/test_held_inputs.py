@@ -102,7 +102,7 @@ def test_blocks(device, poison, shape, activation, scales):
             dy, lost, None, E5M2, overwrite_input=True, **given, **copies
         )
         check(grads, expected)
-        check_overwritten(lost, grads.rowwise, shape[1] % 128 == 0)
+        check_overwritten(lost, grads.rowwise, shape[1] % 128 == 0 and scales != "server")
 
 
 def test_refused():
