@@ -4,7 +4,8 @@
 //
 // The kernels are compiled for each activation and dtype, those of a direction and of rules that
 // divide or multiply in a file of their own, and those of held inputs, which multiply. Format,
-// alignment and biases are branches that a whole grid takes alike.
+// alignment and biases are branches that a whole grid takes alike. Forward of rows at any alignment
+// has a kernel of its own (swiglu_block_fwd_staged_cuda.cu).
 #pragma once
 
 #include "common/gpu/block_1x128.h"

@@ -173,7 +173,7 @@ struct FP8Tile {
       store_columns<false>(out, ld, at, tile, thread);
   }
 
-  // store_columns_any for which the tiles that are whole are faster, and compile longer.
+  // store_columns_any with a path for whole tiles, which is faster and compiles longer.
   static __device__ __forceinline__ void store_columns_most(uint8_t* out, int64_t ld,
                                                             const Place& at, const uint2* tile,
                                                             int thread = threadIdx.x) {
