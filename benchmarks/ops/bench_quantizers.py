@@ -4,9 +4,9 @@ Floor in bytes an element of bf16: read 2, write 1 for each layout, and its scal
 blocks 4 for 128 elements, MX 1/32, rows one each. A current scale reads 2 once more for the amax;
 what the second kernel finds in the L2 cache is not subtracted, so a figure may exceed a copy's.
 Decoding to bf16: read 1 and the scales, write 2. row_quantize reads x twice for columns, which is
-not counted: beyond the L2 cache both copies take 6 bytes instead of 4, columns alone 5 instead of 3.
-An element's HiF8 encoding takes a product, a shift and a look-up of one byte in shared memory.
-qkv_cast is beside copies and a cast of torch.
+not counted: beyond the L2 cache both copies move 6 bytes for 4, columns alone 5 for 3. An element's
+HiF8 encoding takes a product, a shift and a look-up of one byte in shared memory. qkv_cast is
+beside copies and a cast of torch.
 """
 
 from __future__ import annotations

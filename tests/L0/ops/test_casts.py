@@ -250,3 +250,17 @@ def test_scales_of_large_mx_matrices(poison, shape):
         made = mx_quantize(x, pad_columnwise=True, **options)
         for out, expected in zip(made, joined, strict=True):
             assert out is None or torch.equal(out.view(torch.uint8), expected)
+
+
+@needs_cuda
+@pytest.mark.parametrize("shape", [(4099, 8008), (4096, 8190)], ids=str)
+def test_columns_of_matrices_larger_than_a_cache(poison, shape):
+    """Alone they are cast in slabs, and are rows of the transpose."""
+    x = (4 * torch.randn(shape, device="cuda")).exp().bfloat16()
+    transpose = row_quantize(x.t().contiguous(), E4M3, columnwise=False)
+    for options in ({}, {"rowwise": False}):
+        made = row_quantize(x, E4M3, **options)
+        assert_same_bits(
+            [made.columnwise, made.columnwise_scale_inv],
+            [transpose.rowwise, transpose.rowwise_scale_inv],
+        )
