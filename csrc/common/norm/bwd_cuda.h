@@ -247,11 +247,11 @@ __global__ void __launch_bounds__(kBwdThreads<T, kLayerNorm, kCluster, kAny>, 1)
           ring.fetch_run(chunk, k, begin + k * step - back, min(n, warp_threads * kVec), all,
                          all + p.rows * p.cols);
       }
-      return;
-    }
+    } else {
 #pragma unroll
-    for (int k = 0; k < kBwdVecs; ++k)
-      if (col + k * step < cols) ring.fetch(chunk, k, begin + k * step);
+      for (int k = 0; k < kBwdVecs; ++k)
+        if (col + k * step < cols) ring.fetch(chunk, k, begin + k * step);
+    }
   };
   const auto fetch_row = [&](int64_t from, int stage) {
     fetch(p.dy, from, 2 * stage);

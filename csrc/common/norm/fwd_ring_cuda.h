@@ -21,9 +21,11 @@ namespace apex_te {
 constexpr int kRingWarps = 16;
 constexpr int kRingThreads = kRingWarps * 32;
 constexpr int kMaxRingSlots = 8;
-template <typename T, bool kTiles, bool kAny>  // of a thread: 64 registers, or half where rows or
-                                               // codes need memory
-constexpr int kRingVecs = kTiles ? (sizeof(T) == 4 ? 4 : 9) : (kAny ? 16 : 32) / sizeof(T);
+// Of a thread: 64 registers, or half where codes or rows of any length need memory.
+template <typename T, bool kTiles, bool kAny>
+constexpr int kRingVecs = kAny     ? 16 / sizeof(T)
+                          : kTiles ? (sizeof(T) == 4 ? 4 : 9)
+                                   : 32 / sizeof(T);
 constexpr int64_t kLeastTileRows = 32;  // whose columnwise codes are whole sectors
 constexpr int64_t kTallTileRows = 64;
 constexpr int64_t kRingFlight = 40 << 10;  // bytes that a block needs on their way
@@ -528,9 +530,9 @@ bool fit_norm_ring(const NormFwd& p, bool any, int64_t limit, int64_t tile_rows,
   const int64_t arrays = p.residual ? 2 : 1;
   const int64_t slice = (total + ranks - 1) / ranks;
   if (tile_rows * slice * kVec > limit) return false;
-  const int64_t most = 32 * (tile_rows ? kRingVecs<T, true, true>
-                             : any     ? kRingVecs<T, false, true> / arrays
-                                       : kRingVecs<T, false, false>);
+  const int64_t most = 32 * (any         ? kRingVecs<T, false, true> / (tile_rows ? 1 : arrays)
+                             : tile_rows ? kRingVecs<T, true, false>
+                                         : kRingVecs<T, false, false>);
   bool found = false;
   for (int64_t warps = (slice + most - 1) / most; warps <= kRingWarps; ++warps) {
     const int64_t vecs = (slice + warps - 1) / warps, groups = kRingWarps / warps;
