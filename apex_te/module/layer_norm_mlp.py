@@ -539,12 +539,10 @@ def _forward(
     else:
         hidden = _gemm.multiply(gemm1.quantizers, quantized, w1, weight1, b1, dtype)
         del quantized, part, weight1
-        act = ActivationForward(activation, hidden, holds=holds)
+        act = ActivationForward(activation, hidden)
         plain = act.plain() if gemm2.saves_values else None
         operand, part = gemm2.cast_input(act if plain is None else plain)
-        held, hidden_scale = act.held
-        hidden = hidden if held is None else held
-        del act, held
+        del act
     if holds and hidden_scale is None:
         hidden, hidden_scale = hold(hidden)
     # With sequence parallelism the hidden rows are those of all ranks, and are split again.

@@ -16,11 +16,12 @@ def held_input(
     up: torch.Tensor | None,
     bias: torch.Tensor | None,
     multiple: int,
+    may_read: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Returns a held input [M, 2F] and its scales; or its values and None.
 
-    Kernels read a held input if F is a multiple of ``multiple``. Raises ValueError if there is
-    ``up`` or a bias, and TypeError unless the input is in E4M3.
+    Kernels read a held input if F is a multiple of ``multiple`` and with ``may_read``. Raises
+    ValueError if there is ``up`` or a bias, and TypeError unless the input is in E4M3.
     """
     for name, value in (("up", up), ("bias", bias)):
         if value is not None:
@@ -30,7 +31,7 @@ def held_input(
             f"{op}: input must be torch.float8_e4m3fn with input_scale_inv, got {input.dtype}"
         )
     matrix = input_matrices(op, input, None)[0].contiguous()
-    if matrix.shape[1] % (2 * multiple):
+    if not may_read or matrix.shape[1] % (2 * multiple):
         return block_dequantize(matrix, scale_inv), None
     return matrix, scale_inv
 

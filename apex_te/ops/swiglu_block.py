@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..runtime.op_options import ClampedSwiglu, gate_arguments, scales_number
+from ..runtime.op_options import BLOCK_SCALES, ClampedSwiglu, gate_arguments, scales_number
 from . import swiglu
 from ._gated_matrices import (
     dense_biases,
@@ -23,10 +23,10 @@ from .fp8_output import check_any_output, check_fp8_dtype
 _fwd = bind("swiglu_block", "swiglu_fwd_block")
 _bwd = bind("swiglu_block", "swiglu_bwd_block")
 _fwd_held = bind("swiglu_block", "swiglu_fwd_held_block")
-_hold = bind("swiglu_block", "swiglu_hold_block")
 _bwd_held = bind("swiglu_block", "swiglu_bwd_held_block")
 
 _BLOCK = 128
+_SERVER = BLOCK_SCALES.index("server")
 
 
 @checked
@@ -78,7 +78,10 @@ def swiglu_fwd_block(
     check_any_output("swiglu_fwd_block", rowwise, columnwise, amax)
     held = None
     if input_scale_inv is not None:
-        input, held = held_input("swiglu_fwd_block", input, input_scale_inv, up, bias, 1)
+        input, held = held_input(
+            "swiglu_fwd_block", input, input_scale_inv, up, bias, swiglu.HELD_MULTIPLE,
+            number != _SERVER,
+        )  # fmt: skip
     matrix, up_matrix = input_matrices("swiglu_fwd_block", input, up)
     rows, cols = result_extents(matrix, up_matrix)
     biases = dense_biases(bias, up_bias)
@@ -99,65 +102,6 @@ def swiglu_fwd_block(
         _fwd(matrix, up_matrix, *biases, *out, *rest, *gate)
     note_written(amax)
     return out.of_rows(rows)
-
-
-@checked
-def swiglu_hold_block(
-    input: torch.Tensor,
-    fp8_dtype: torch.dtype,
-    *,
-    activation: str | ClampedSwiglu = "silu",
-    columnwise_block_rows: int = 1,
-    rowwise: bool = True,
-    columnwise: bool = True,
-    pad_columnwise: bool = False,
-    scales: str | None = None,
-    eps: float = 0.0,
-    amax: torch.Tensor | None = None,
-) -> tuple[BlockQuantized, BlockQuantized]:
-    """Computes ``swiglu_fwd_block``, and casts its input to E4M3 in the same kernel.
-
-    Results equal those of ``swiglu_fwd_block``, and of ``block_quantize`` of the input, bitwise.
-    Exception: for float32, and if F is not a multiple of 128, the two ops run.
-
-    Args:
-        input: float32, float16 or bfloat16, gate and up [..., 2F].
-        fp8_dtype, activation, columnwise_block_rows, rowwise, columnwise, pad_columnwise, scales,
-            eps, amax: as in ``swiglu_fwd_block``, for the result.
-
-    Returns:
-        result: as ``swiglu_fwd_block`` returns it.
-        held: the rowwise copy of the input [M, 2F], with scales that are powers of two.
-
-    Raises:
-        TypeError: an argument has a dtype that is not listed.
-        ValueError: a shape or device does not match, or an option is not supported.
-    """
-    name = "swiglu_hold_block"
-    gate = gate_arguments(name, activation)
-    number = scales_number(name, scales, None)
-    check_fp8_dtype(name, fp8_dtype)
-    check_any_output(name, rowwise, columnwise, amax)
-    matrix, _ = input_matrices(name, input, None)
-    rows, cols = result_extents(matrix, None)
-    if matrix.dtype is torch.float32 or cols % _BLOCK or matrix.shape[1] % 2:
-        try:
-            result = swiglu_fwd_block(
-                matrix, None, fp8_dtype, activation=activation,
-                columnwise_block_rows=columnwise_block_rows, rowwise=rowwise,
-                columnwise=columnwise, pad_columnwise=pad_columnwise, scales=scales, eps=eps,
-                amax=amax,
-            )  # fmt: skip
-        except (TypeError, ValueError) as error:
-            raise under_name(name, error) from error
-        return result, block_quantize(matrix, torch.float8_e4m3fn, columnwise=False)
-    blocks = 1, columnwise_block_rows
-    out = allocate(matrix, rows, cols, fp8_dtype, blocks, rowwise, columnwise, pad_columnwise)
-    codes = matrix.new_empty((rows, 2 * cols), dtype=torch.float8_e4m3fn)
-    held_scales = matrix.new_empty(scale_shape(rows, 2 * cols, 1), dtype=torch.float32)
-    _hold(matrix, codes, held_scales, *out, amax, columnwise_block_rows, eps, number, *gate)
-    note_written(amax)
-    return out.of_rows(rows), BlockQuantized(codes, held_scales, None, None)
 
 
 @checked
@@ -214,7 +158,9 @@ def swiglu_bwd_block(
     check_any_output("swiglu_bwd_block", rowwise, columnwise, amax)
     held = None
     if input_scale_inv is not None:
-        input, held = held_input("swiglu_bwd_block", input, input_scale_inv, up, bias, _BLOCK)
+        input, held = held_input(
+            "swiglu_bwd_block", input, input_scale_inv, up, bias, _BLOCK, number != _SERVER
+        )
     matrix, up_matrix = input_matrices("swiglu_bwd_block", input, up)
     rows, cols = result_extents(matrix, up_matrix)
     biases = dense_biases(bias, up_bias)

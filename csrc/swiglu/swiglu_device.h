@@ -24,47 +24,35 @@ inline bool swiglu_inputs_aligned(const Swiglu& p) {
          is_aligned(p.up_bias, 16) && is_aligned(p.grad_output, 16);
 }
 
-// 8-byte accesses fit a held input, and 16-byte ones the output's gradient.
-inline bool held_input_aligned(const Swiglu& p) {
-  return p.cols % kVec == 0 && is_aligned(p.gate, 8) && is_aligned(p.grad_output, 16);
+// Kernels read a held input in vectors of 8 columns that have one scale.
+inline void check_held_vectors(const Args& args, const Swiglu& p) {
+  if (p.cols % kVec || !is_aligned(p.gate, 8) || !is_aligned(p.grad_output, 16))
+    fail(kApexTeUnsupported,
+         "%s: input must have a multiple of 16 columns, and tensors be aligned to 16 bytes",
+         args.name());
 }
 
-// 8 columns of kCount rows of a held input [M, 2F], of which `rows` rows and n columns exist; zeros
-// for the others. as_vectors: the columns have one scale and may be loaded at once, or none exist.
+// 8 columns of kCount rows of a held input [M, 2F], of which `rows` rows exist; zeros for the
+// others, and unless the columns exist.
 template <int kCount, typename T>
 __device__ __forceinline__ void load_held(const Swiglu& p, int64_t row, int64_t col, int rows,
-                                          bool as_vectors, int64_t n, Vec8<T>* in) {
+                                          bool exist, Vec8<T>* in) {
   const uint8_t* codes = static_cast<const uint8_t*>(p.gate) + row * p.gate_ld + col;
-  if (as_vectors) {
-    const float* scales = p.held_scales + col / kBlock * p.held_ld + row;
-    uint2 words[kCount];
-    float factors[kCount];
+  const float* scales = p.held_scales + col / kBlock * p.held_ld + row;
+  uint2 words[kCount];
+  float factors[kCount];
 #pragma unroll
-    for (int r = 0; r < kCount; ++r) {
-      const bool exists = r < rows && n > 0;
-      words[r] = exists ? *reinterpret_cast<const uint2*>(codes + r * p.gate_ld) : make_uint2(0, 0);
-      factors[r] = exists ? scales[r] : 0.0f;
-    }
-#pragma unroll
-    for (int r = 0; r < kCount; ++r) {
-      float values[kVec];
-      decode_values<E4M3>(words[r], values);
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) values[i] *= factors[r];
-      pack(values, &in[r]);
-    }
-    return;
+  for (int r = 0; r < kCount; ++r) {
+    const bool exists = exist && r < rows;
+    words[r] = exists ? *reinterpret_cast<const uint2*>(codes + r * p.gate_ld) : make_uint2(0, 0);
+    factors[r] = exists ? scales[r] : 0.0f;
   }
 #pragma unroll
   for (int r = 0; r < kCount; ++r) {
     float values[kVec];
+    decode_values<E4M3>(words[r], values);
 #pragma unroll
-    for (int i = 0; i < kVec; ++i) {
-      values[i] = 0.0f;
-      if (r >= rows || i >= n) continue;
-      const float factor = p.held_scales[(col + i) / kBlock * p.held_ld + row + r];
-      values[i] = decode_fp8<E4M3>(codes[r * p.gate_ld + i]) * factor;
-    }
+    for (int i = 0; i < kVec; ++i) values[i] *= factors[r];
     pack(values, &in[r]);
   }
 }

@@ -37,8 +37,8 @@ template <int kCount, bool kHeld>
 __device__ __forceinline__ void load_halves(const Swiglu& p, int64_t row, int64_t col, int rows,
                                             Words4* gate, Words4* up) {
   if constexpr (kHeld) {
-    load_held<kCount>(p, row, col, rows, true, p.cols - col, gate);
-    load_held<kCount>(p, row, p.cols + col, rows, true, p.cols - col, up);
+    load_held<kCount>(p, row, col, rows, col < p.cols, gate);
+    load_held<kCount>(p, row, p.cols + col, rows, col < p.cols, up);
   } else {
     load_rows<kCount>(address(p.gate, p.gate_ld, row, col), 2 * p.gate_ld, rows, gate);
     load_rows<kCount>(address(p.up, p.up_ld, row, col), 2 * p.up_ld, rows, up);

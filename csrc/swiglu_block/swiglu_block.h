@@ -4,8 +4,7 @@
 // The results are block_quantize's casts of the results of swiglu_fwd and swiglu_bwd, rounded to
 // the inputs' 16-bit dtype, which is not written to memory. Of the gradient F is a multiple of 128,
 // so that no block has elements of both halves. The functions named "held" take a held input
-// (swiglu/swiglu.h). swiglu_hold_block is swiglu_fwd_block, and block_quantize of its
-// input to E4M3, rowwise, with scales that are powers of two.
+// (swiglu/swiglu.h).
 #pragma once
 
 #include "common/numerics/block_cast.h"
@@ -36,13 +35,6 @@ APEX_TE_FUNCTION(
     "columnwise_scale_inv: f32[half_scales(w r columnwise_block_rows)]!?columnwise, "
     "amax: f32[^ 1]!!?, columnwise_block_rows: int, eps: float, scales: int, activation: int, "
     "limit: float, alpha: float, offset: float")
-APEX_TE_FUNCTION(
-    swiglu_hold_block,
-    "input: T=H[r w], held: e4m3[r w]!, held_scale_inv: f32[w/128 r%4]!, rowwise: F[r~4 w/2]!?, "
-    "rowwise_scale_inv: f32[w/256 r%4]!?rowwise, columnwise: F[w/2 r~16]!?, "
-    "columnwise_scale_inv: f32[half_scales(w r columnwise_block_rows)]!?columnwise, "
-    "amax: f32[^ 1]!!?, columnwise_block_rows: int, eps: float, scales: int, activation: int, "
-    "limit: float, alpha: float, offset: float")
 APEX_TE_FUNCTION(swiglu_bwd_held_block,
                  "grad_output: bf16[r f], input: e4m3[r 2f], input_scale_inv: f32[2f/128 r%4], "
                  "rowwise: F[r~4 2f]!?, rowwise_scale_inv: f32[2f/128 r%4]!?rowwise, "
@@ -56,46 +48,14 @@ namespace apex_te {
 struct SwigluBlock {
   Swiglu op;
   BlockCast cast;
-  BlockCast hold;  // of the input [M, 2F]; without rowwise where it is not held
 };
 
-// Reads an input [M, 2F], and what it is held in.
-inline void check_input_to_hold(Args& args, SwigluBlock& p) {
-  Swiglu& op = p.op;
-  const TensorView input = args.tensor(), held = args.tensor(), scale_inv = args.tensor();
-  op.dtype = input.has_dtype({DType::kFloat16, DType::kBFloat16}).has_ndim(2).dtype();
-  op.rows = input.size(0);
-  op.gate_ld = op.up_ld = row_distance(input);
-  op.cols = half_of_columns(input);
-  op.gate = input.data<void>();
-  op.up = second_half(op.gate, op.cols, op.dtype);
-  if (op.cols % kBlock) input.refuse(kApexTeValueError, "have a multiple of 256 columns", "others");
-  BlockCast& hold = p.hold;
-  hold.rows = hold.rowwise_rows = op.rows;
-  hold.cols = 2 * op.cols;
-  hold.fp8 = DType::kE4M3;
-  hold.rowwise =
-      held.has_dtype({DType::kE4M3}).has_shape({hold.rows, hold.cols}).is_dense().data<uint8_t>();
-  hold.block_rows = hold.columnwise_block_rows = 1;
-  hold.rule.target = E4M3::kMax;
-  hold.rule.pow2 = true;
-  hold.rule.largest_bits = op.dtype == DType::kFloat16 ? kLargestHalfBits : kLargestBFloat16Bits;
-  hold.row_line = hold.row_scales = padded_to_4(hold.rows);
-  scale_inv.has_dtype({DType::kFloat32}).has_shape({num_blocks(hold.cols), hold.row_line});
-  hold.rowwise_scale_inv = scale_inv.is_dense().data<float>();
-}
-
-enum class Holding { kNone, kHeld, kHolds };  // the input is held, or will be
-
-inline SwigluBlock check_swiglu_block(Args& args, bool is_bwd, Holding holding = Holding::kNone) {
+inline SwigluBlock check_swiglu_block(Args& args, bool is_bwd, bool is_held = false) {
   SwigluBlock p = {};
   Swiglu& op = p.op;
   TensorView grad_output;
   if (is_bwd) grad_output = args.tensor();
-  if (holding == Holding::kHolds)
-    check_input_to_hold(args, p);
-  else
-    holding == Holding::kHeld ? check_held_input(args, op) : check_swiglu_input(args, op);
+  is_held ? check_held_input(args, op) : check_swiglu_input(args, op);
   if (op.dtype == DType::kFloat32)
     fail(kApexTeTypeError, "%s: input must be float16 or bfloat16, got float32", args.name());
   if (is_bwd) {
@@ -108,6 +68,8 @@ inline SwigluBlock check_swiglu_block(Args& args, bool is_bwd, Holding holding =
   p.cast = check_block_cast(args, op.dtype, op.rows, (is_bwd ? 2 : 1) * op.cols,
                             is_bwd ? BlockArguments::kNone : BlockArguments::kColumnwise);
   op.fp8 = p.cast.fp8;
+  if (is_held && p.cast.rule.divides)
+    fail(kApexTeValueError, "%s: scales must be 0 or 1, got 2", args.name());
   check_swiglu_activation(args, op);
   return p;
 }

@@ -2,6 +2,5 @@
 #include "swiglu_block/swiglu_block_device.h"
 
 template void apex_te::swiglu_block::launch<true, false, true>(const Params&, cudaStream_t);
-template void apex_te::swiglu_block::launch<true, true, true>(const Params&, cudaStream_t);
 
 APEX_TE_DEFINE(swiglu_bwd_held_block) { apex_te::swiglu_block::run<true, true>(args); }

@@ -83,7 +83,7 @@ void run_tiles(const SwigluBlock& given) {
   const RowLoop loop =
       is_bwd ? row_loop_of<true>(op.activation) : row_loop_of<false>(op.activation);
   const auto cast = use_avx2() ? cast_results_avx2<T> : cast_results_portable<T>;
-  const BlockEncoder<T> encoder(given.cast.fp8), held_encoder(DType::kE4M3);
+  const BlockEncoder<T> encoder(given.cast.fp8);
   const int64_t col_tiles = block_col_tiles(op.cols);
   std::atomic<uint32_t> amax{0};
   parallel_for(num_blocks(op.rows) * col_tiles, [&](int64_t i) {
@@ -91,16 +91,8 @@ void run_tiles(const SwigluBlock& given) {
     Scratch<T>& scratch = thread_scratch<Scratch<T>>();
     compute_tile<T>(op, loop, t, scratch);
     fold_amax(amax, cast(given.cast, encoder, t, op.cols, is_bwd ? 2 : 1, scratch));
-    if (!given.hold.rowwise) return;
-    for (const bool is_up : {false, true}) {
-      auto half = t;
-      half.col0 += is_up ? op.cols : 0;
-      const T* from = static_cast<const T*>(op.gate) + t.row0 * op.gate_ld + half.col0;
-      cast_1x128<T>(given.hold, held_encoder, half, {from, op.gate_ld, t.rows, nullptr});
-    }
   });
   finish_block_cast(given.cast, amax.load());
-  if (given.hold.rowwise) finish_block_cast(given.hold, 0);
 }
 
 void run_swiglu_block(const SwigluBlock& given) {
@@ -117,11 +109,8 @@ APEX_TE_DEFINE(swiglu_bwd_block) {
   apex_te::run_swiglu_block(apex_te::check_swiglu_block(args, true));
 }
 APEX_TE_DEFINE(swiglu_fwd_held_block) {
-  apex_te::run_swiglu_block(apex_te::check_swiglu_block(args, false, apex_te::Holding::kHeld));
+  apex_te::run_swiglu_block(apex_te::check_swiglu_block(args, false, true));
 }
 APEX_TE_DEFINE(swiglu_bwd_held_block) {
-  apex_te::run_swiglu_block(apex_te::check_swiglu_block(args, true, apex_te::Holding::kHeld));
-}
-APEX_TE_DEFINE(swiglu_hold_block) {
-  apex_te::run_swiglu_block(apex_te::check_swiglu_block(args, false, apex_te::Holding::kHolds));
+  apex_te::run_swiglu_block(apex_te::check_swiglu_block(args, true, true));
 }

@@ -3,9 +3,9 @@
 // of the same inputs.
 //
 // The kernels are compiled for each activation and dtype, those of a direction and of rules that
-// divide or multiply in a file of their own, and those of held inputs. Format, alignment and biases
-// are branches that a whole grid takes alike. Forward of rows at any alignment has a kernel of its
-// own (swiglu_block_fwd_staged_cuda.cu).
+// divide or multiply in a file of their own, and those of held inputs, which multiply. Format,
+// alignment and biases are branches that a whole grid takes alike. Forward of rows at any alignment
+// has a kernel of its own (swiglu_block_fwd_staged_cuda.cu).
 #pragma once
 
 #include "common/gpu/block_1x128.h"
@@ -26,7 +26,7 @@ constexpr int kBatch = 4;
 
 struct Params {
   Swiglu op;
-  BlockCast cast, hold;
+  BlockCast cast;
   bool loads_vectors, stores_vectors;
 };
 
@@ -67,8 +67,8 @@ __device__ __forceinline__ void compute(const Params& p, const Tile::Place& at, 
   for (int r0 = 0; r0 < kRows; r0 += kBatch) {
     Vec8<T> gate[kBatch], up[kBatch], grad[kBatch];
     if constexpr (kHeld) {
-      load_held<kBatch>(op, at.row + r0, at.col, rows - r0, p.loads_vectors, n, gate);
-      load_held<kBatch>(op, at.row + r0, op.cols + at.col, rows - r0, p.loads_vectors, n, up);
+      load_held<kBatch>(op, at.row + r0, at.col, rows - r0, n > 0, gate);
+      load_held<kBatch>(op, at.row + r0, op.cols + at.col, rows - r0, n > 0, up);
     } else {
       load_rows(gates, op.gate_ld, rows - r0, p.loads_vectors, n, gate);
       load_rows(ups, op.up_ld, rows - r0, p.loads_vectors, n, up);
@@ -141,27 +141,26 @@ extern template void launch<false, true, false>(const Params&, cudaStream_t);
 extern template void launch<true, false, false>(const Params&, cudaStream_t);
 extern template void launch<true, true, false>(const Params&, cudaStream_t);
 extern template void launch<false, false, true>(const Params&, cudaStream_t);
-extern template void launch<false, true, true>(const Params&, cudaStream_t);
 extern template void launch<true, false, true>(const Params&, cudaStream_t);
-extern template void launch<true, true, true>(const Params&, cudaStream_t);
 
 // Forward of inputs that do not allow vector accesses.
 void launch_staged(const Params& p, cudaStream_t stream);
 
-inline bool stores_vectors(const BlockCast& p) {
-  return fp8_tile_aligned(p.columnwise_ld, p.cols, p.rowwise, p.columnwise);
-}
-
 template <bool kBwd, bool kHeld = false>
 void run(Args& args) {
-  const SwigluBlock given = check_swiglu_block(args, kBwd, kHeld ? Holding::kHeld : Holding::kNone);
+  const SwigluBlock given = check_swiglu_block(args, kBwd, kHeld);
   const DeviceGuard guard(args.device_id());
   const auto stream = static_cast<cudaStream_t>(args.stream());
-  const bool aligned = kHeld ? held_input_aligned(given.op) : swiglu_inputs_aligned(given.op);
-  const Params p{given.op, given.cast, given.hold, aligned, stores_vectors(given.cast)};
-  if (!kBwd && !kHeld && !aligned) return launch_staged(p, stream);
-  with_divides(p.cast.rule,
-               [&](auto divides) { launch<kBwd, decltype(divides)::value, kHeld>(p, stream); });
+  const BlockCast& cast = given.cast;
+  if (kHeld) check_held_vectors(args, given.op);
+  const Params p{given.op, cast, kHeld || swiglu_inputs_aligned(given.op),
+                 fp8_tile_aligned(cast.columnwise_ld, cast.cols, cast.rowwise, cast.columnwise)};
+  if (!kBwd && !p.loads_vectors) return launch_staged(p, stream);
+  if constexpr (kHeld)
+    launch<kBwd, false, true>(p, stream);
+  else
+    with_divides(cast.rule,
+                 [&](auto divides) { launch<kBwd, decltype(divides)::value, false>(p, stream); });
 }
 
 }  // namespace swiglu_block

@@ -291,24 +291,15 @@ def _values(x: torch.Tensor, scale_inv: torch.Tensor | None) -> torch.Tensor:
 class ActivationForward(BaseFusedCast):
     """Activation of ``x`` ``[rows, F]``, or ``[rows, 2F]`` if gated, as a fused cast.
 
-    A gated one may have ``x`` in E4M3 with ``scale_inv``, as ``held_rows.hold`` returns them. With
-    ``holds`` a kernel that also does what ``hold`` does leaves the result in ``held``.
+    A gated one may have ``x`` in E4M3 with ``scale_inv``, as ``held_rows.hold`` returns them.
     """
 
-    __slots__ = ("can_fuse_blocks", "held", "holds", "name", "scale_inv")
+    __slots__ = ("can_fuse_blocks", "name", "scale_inv")
 
-    def __init__(
-        self,
-        name: Any,
-        x: torch.Tensor,
-        scale_inv: torch.Tensor | None = None,
-        holds: bool = False,
-    ) -> None:
+    def __init__(self, name: Any, x: torch.Tensor, scale_inv: torch.Tensor | None = None) -> None:
         super().__init__(x)
         self.name = name
         self.scale_inv = scale_inv
-        self.holds = holds
-        self.held: tuple[Any, Any] = (None, None)
         self.can_fuse_blocks = is_gated(name)
 
     def plain(self) -> torch.Tensor:
@@ -341,21 +332,12 @@ class ActivationForward(BaseFusedCast):
 
     def blocks(self, options: BlockOptions, rowwise: bool, columnwise: bool) -> BlockQuantized:
         """Returns the activation's result ``[rows, F]`` in blocks; see ``FusedCast.blocks``."""
-        given: dict[str, Any] = {
-            "activation": gate_of(self.name),
-            "columnwise_block_rows": options.columnwise_block_rows,
-            "rowwise": rowwise,
-            "columnwise": columnwise,
-            "pad_columnwise": options.pad_columnwise,
-            "scales": options.scales,
-            "eps": options.eps,
-        }
-        if self.holds:
-            out, held = swiglu_block.swiglu_hold_block(self.x, options.dtype, **given)
-            self.held = held[:2]
-            return out
-        given["input_scale_inv"] = self.scale_inv
-        return swiglu_block.swiglu_fwd_block(self.x, None, options.dtype, **given)
+        return swiglu_block.swiglu_fwd_block(
+            self.x, None, options.dtype, input_scale_inv=self.scale_inv,
+            activation=gate_of(self.name), columnwise_block_rows=options.columnwise_block_rows,
+            rowwise=rowwise, columnwise=columnwise, pad_columnwise=options.pad_columnwise,
+            scales=options.scales, eps=options.eps,
+        )  # fmt: skip
 
 
 class ActivationBackward(BaseFusedCast):

@@ -23,7 +23,6 @@ from apex_te import (
 from apex_te.module import layer_norm_mlp
 from apex_te.module._core import held_rows
 from apex_te.module._core.programs import set_enabled
-from apex_te.ops import swiglu_block
 from apex_te.ops.block_quantize import block_dequantize
 
 WIDTH, TOKENS = 64, 16
@@ -73,12 +72,7 @@ def build(kind, device, **more):
 @pytest.fixture
 def exactly_held(monkeypatch):
     """Holds FC1's output as it is, so that what is left of ``"small"`` only casts again."""
-
-    def not_held(x, *args, **options):
-        return swiglu_block.swiglu_fwd_block(x, None, *args, **options), (x, None)
-
     monkeypatch.setattr(layer_norm_mlp, "hold", lambda x: (x, None))
-    monkeypatch.setattr(swiglu_block, "swiglu_hold_block", not_held)
 
 
 def plain(module, x, **more):

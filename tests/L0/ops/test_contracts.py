@@ -37,7 +37,6 @@ OWN_SIZES = {  # where these are too large, or multiples are required
     "moe_router": {"r": 6, "c": 160, "k": 9, "g": 3},
     "qkv_cast_grad": {"o": 87, "i": 3, "q": 6, "g": 2, "s": 31},
     "swiglu_bwd_block": {"r": 261, "w": 512},
-    "swiglu_hold_block": {"r": 261, "w": 512},
     "swiglu_fwd_held": {"r": 261, "w": 336},
     "swiglu_bwd_held": {"r": 261, "f": 128},
     "multi_tensor_l2norm": LIST | {"z": list_words(3, 1)},
@@ -79,7 +78,7 @@ SOURCES = [({"x": GATHERED}, ()), ({"x": GATED}, ("row_of",))]
 GROUPED_CASTS = ["grouped_cast", "grouped_block_cast"]
 FORMS = {
     "block_quantize": COPIES, "swiglu_fwd_block": COLUMN_BLOCKS, "block_dequantize": BLOCKS,
-    "swiglu_fwd_held_block": COLUMN_BLOCKS, "swiglu_hold_block": COLUMN_BLOCKS,
+    "swiglu_fwd_held_block": COLUMN_BLOCKS,
     "fp8_block_accumulate": SQUARES,
     "fp8_gemm_block": [(options | {"k": GEMM["k"]}, ()) for options, _ in SQUARES],
     "fp8_gemm": ONE_ADDED, "fp8_gemm_epilogue": ONE_ADDED, "rope_fwd": ANGLES, "rope_bwd": ANGLES,
