@@ -10,7 +10,7 @@ from tests.checks import assert_same_bits
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # Rows, outputs of the activation: multiples of 128, of 8, and others.
 SHAPES = [
-    (1, 8), (1, 1), (0, 128), (7, 24), (33, 75), (64, 72), (130, 128), (261, 384), (300, 200),
+    (130, 128), (1, 8), (1, 1), (0, 128), (7, 24), (33, 75), (64, 72), (261, 384), (300, 200),
 ]  # fmt: skip
 ACTIVATIONS = ["silu", "gelu", "relu", swiglu.ClampedSwiglu(limit=1.0)]
 
