@@ -350,7 +350,11 @@ def reference(
     *,
     activation: str | ClampedSwiglu = "silu",
 ) -> torch.Tensor:
-    """Computes ``swiglu`` in plain PyTorch in the dtype of its inputs."""
+    """Computes ``swiglu`` in plain PyTorch in the dtype of its inputs, differentiably.
+
+    ``input`` is [..., F] or, if ``up`` is None, [..., 2F] with the gate first; other arguments are
+    as in ``swiglu``. Returns [..., F].
+    """
     gate, up = _gate_and_up(input, up, bias, up_bias)
     functional = torch.nn.functional
     if isinstance(activation, ClampedSwiglu):
