@@ -303,7 +303,7 @@ def allocate_blocks(
 
     Raises:
         TypeError: ``fp8_dtype`` is not an FP8 dtype.
-        ValueError: ``groups`` was made for another number of rows, or no copy is asked for.
+        ValueError: ``groups`` was made for another number of rows, or no copy is requested.
     """
     fp8_output.check_fp8_dtype(op, fp8_dtype)
     rows, cols = shape
@@ -356,7 +356,7 @@ def block_quantize_groups(
 
     Raises:
         TypeError: an argument has a dtype that is not listed.
-        ValueError: a shape or device does not match, or neither copy is asked for.
+        ValueError: a shape or device does not match, or neither copy is requested.
     """
     name = "grouped_quantize.block_quantize_groups"
     number = scales_number(name, scales, pow2)
@@ -444,7 +444,7 @@ def block_quantize_matrices(
 
     Raises:
         TypeError: an argument has a dtype that is not listed.
-        ValueError: a shape or device does not match, or neither copy is asked for.
+        ValueError: a shape or device does not match, or neither copy is requested.
     """
     name = "grouped_quantize.block_quantize_matrices"
     number = scales_number(name, scales, pow2)

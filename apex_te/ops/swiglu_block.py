@@ -57,9 +57,9 @@ def swiglu_fwd_block(
         input: float32, float16 or bfloat16, the gate [..., F], or without ``up`` gate and up [...,
             2F]. M is the product of all its dimensions but the last.
         up: [..., F] in the input's dtype, or None.
-        input_scale_inv: of an ``input`` [M, 2F] in E4M3, which has no biases: its scale_inv as
-            ``block_quantize`` makes it with blocks of 1x128. Results are those of its values in
-            bfloat16, which are not written to memory. None: ``input`` is not in FP8.
+        input_scale_inv: scale_inv of an E4M3 ``input``, as ``block_quantize`` returns it for 1x128
+            blocks. ``input`` must then be [M, 2F], without biases. Results equal those for the
+            dequantized bfloat16 values. None if ``input`` is not in FP8.
         bias, up_bias, activation: as in ``swiglu.swiglu``.
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         columnwise_block_rows, rowwise, columnwise, pad_columnwise, scales, pow2, eps, amax: as in
@@ -135,11 +135,11 @@ def swiglu_bwd_block(
         input: float32, float16 or bfloat16, the gate [..., F], or without ``up`` gate and up [...,
             2F]. M is the product of all its dimensions but the last.
         up: [..., F] in the input's dtype, or None.
-        input_scale_inv: of an ``input`` [M, 2F] in E4M3, which has no biases: its scale_inv as
-            ``block_quantize`` makes it with blocks of 1x128. Results are those of its values in
-            bfloat16, which are not written to memory. None: ``input`` is not in FP8.
-        overwrite_input: let the rowwise copy take the memory of an ``input`` with input_scale_inv,
-            whose values are lost, where a kernel reads that; else it has memory of its own.
+        input_scale_inv: scale_inv of an E4M3 ``input``, as ``block_quantize`` returns it for 1x128
+            blocks. ``input`` must then be [M, 2F], without biases. Results equal those for the
+            dequantized bfloat16 values. None if ``input`` is not in FP8.
+        overwrite_input: allow the rowwise copy to reuse the memory of an ``input`` given with
+            ``input_scale_inv``, which is then lost. Ops that cannot do so allocate new memory.
         bias, up_bias, activation: as in ``swiglu.swiglu``.
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         rowwise, columnwise, pad_columnwise, scales, pow2, eps, amax: as in ``block_quantize``.

@@ -105,7 +105,7 @@ def activation_fwd_fp8(
 
     Raises:
         TypeError: an argument has a dtype that is not listed.
-        ValueError: a shape does not match, ``kind`` is unknown, or no copy is asked for.
+        ValueError: a shape does not match, ``kind`` is unknown, or no copy is requested.
     """
     name = "activation_fwd_fp8"
     number = activation_number(name, kind)
@@ -142,7 +142,7 @@ def activation_bwd_fp8(
 
     Raises:
         TypeError: an argument has a dtype that is not listed.
-        ValueError: a shape does not match, ``kind`` is unknown, or no copy is asked for.
+        ValueError: a shape does not match, ``kind`` is unknown, or no copy is requested.
     """
     name = "activation_bwd_fp8"
     number = activation_number(name, kind)

@@ -146,7 +146,7 @@ def bias_gelu_fwd_fp8(
 
     Raises:
         TypeError: an argument has a dtype that is not listed.
-        ValueError: a shape does not match, ``form`` is not listed, or no copy is asked for.
+        ValueError: a shape does not match, ``form`` is not listed, or no copy is requested.
     """
     name = "bias_gelu_fwd_fp8"
     is_tanh = op_options.is_tanh(name, form)
@@ -185,7 +185,7 @@ def bias_gelu_bwd_fp8(
 
     Raises:
         TypeError: an argument has a dtype that is not listed.
-        ValueError: a shape does not match, ``form`` is not listed, or no copy is asked for.
+        ValueError: a shape does not match, ``form`` is not listed, or no copy is requested.
     """
     name = "bias_gelu_bwd_fp8"
     is_tanh = op_options.is_tanh(name, form)

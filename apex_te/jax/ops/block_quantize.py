@@ -91,7 +91,7 @@ def block_quantize(
 
     Raises:
         TypeError: an argument has a dtype that is not listed.
-        ValueError: a shape or option does not match, or no copy is asked for.
+        ValueError: a shape or option does not match, or no copy is requested.
         jax.errors.JaxRuntimeError: ``eps`` is negative; raised when the program runs.
     """
     name = "block_quantize"

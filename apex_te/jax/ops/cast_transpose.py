@@ -62,7 +62,7 @@ def cast_transpose(
 
     Raises:
         TypeError: an argument has a dtype that is not listed.
-        ValueError: a shape does not match, or no copy is asked for.
+        ValueError: a shape does not match, or no copy is requested.
     """
     dtype = _checks.fp8_dtype_of(_NAME, fp8_dtype, fnuz=True)
     x, ranks = sides(_NAME, x, flatten_axis)

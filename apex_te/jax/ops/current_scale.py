@@ -64,7 +64,7 @@ def current_scale(
 
     Raises:
         TypeError: an argument has a dtype that is not listed.
-        ValueError: a shape does not match, or no copy is asked for.
+        ValueError: a shape does not match, or no copy is requested.
         jax.errors.JaxRuntimeError: ``eps`` is negative; raised when the program runs.
     """
     dtype = _checks.fp8_dtype_of("current_scale", fp8_dtype, fnuz=True)

@@ -214,7 +214,7 @@ def quantize_groups(
 
     Raises:
         TypeError: an argument has a dtype that is not listed.
-        ValueError: a shape does not match, or neither a copy nor an amax is asked for.
+        ValueError: a shape does not match, or neither a copy nor an amax is requested.
     """
     x = _checks.matrix_to_cast(_OP, x)
     rows, cols = x.shape
@@ -272,7 +272,7 @@ def quantize_matrices(
 
     Raises:
         TypeError: an argument has a dtype that is not listed.
-        ValueError: a shape does not match, or neither a copy nor an amax is asked for.
+        ValueError: a shape does not match, or neither a copy nor an amax is requested.
     """
     name = "grouped_quantize_matrices"
     if isinstance(matrices, (list, tuple)):

@@ -114,7 +114,7 @@ def quantize(
 
     Raises:
         TypeError: an argument has a dtype that is not listed.
-        ValueError: a shape does not match, or no copy is asked for.
+        ValueError: a shape does not match, or no copy is requested.
     """
     name = "hif8_quantize"
     x, ranks = sides(name, x, flatten_axis)

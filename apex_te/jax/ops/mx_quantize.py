@@ -59,7 +59,7 @@ def mx_quantize(
 
     Raises:
         TypeError: an argument has a dtype that is not listed.
-        ValueError: a shape does not match, ``rounding`` is not listed, or no copy is asked for.
+        ValueError: a shape does not match, ``rounding`` is not listed, or no copy is requested.
     """
     name = "mx_quantize"
     dtype = _checks.fp8_dtype_of(name, fp8_dtype)

@@ -116,7 +116,7 @@ def qkv_cast_grad(
 
     Raises:
         TypeError: an argument has a dtype that is not listed.
-        ValueError: a shape does not match, or no copy is asked for.
+        ValueError: a shape does not match, or no copy is requested.
     """
     name = "qkv_cast_grad"
     dtype = _checks.fp8_dtype_of(name, fp8_dtype, fnuz=True)

@@ -161,7 +161,7 @@ def swiglu_fwd_fp8(
 
     Raises:
         TypeError: an argument has a dtype that is not listed.
-        ValueError: a shape or option does not match, or neither a copy nor an amax is asked for.
+        ValueError: a shape or option does not match, or neither a copy nor an amax is requested.
     """
     given = gated_arrays("swiglu_fwd_fp8", activation, axis, input, up, bias, up_bias, to_fp8=True)
     sides = {"rowwise": "r f" if rowwise else None, "columnwise": "f r" if columnwise else None}
@@ -241,7 +241,7 @@ def swiglu_bwd_fp8(
 
     Raises:
         TypeError: an argument has a dtype that is not listed.
-        ValueError: a shape or option does not match, or neither a copy nor an amax is asked for.
+        ValueError: a shape or option does not match, or neither a copy nor an amax is requested.
     """
     given = gated_arrays(
         "swiglu_bwd_fp8", activation, axis, input, up, bias, up_bias, grad_output, to_fp8=True

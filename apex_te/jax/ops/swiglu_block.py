@@ -63,7 +63,7 @@ def swiglu_fwd_block(
 
     Raises:
         TypeError: an argument has a dtype that is not listed.
-        ValueError: a shape or option does not match, or no copy is asked for.
+        ValueError: a shape or option does not match, or no copy is requested.
     """
     name = "swiglu_fwd_block"
     given = gated_arrays(name, activation, axis, input, up, bias, up_bias, to_fp8=True)
@@ -124,7 +124,7 @@ def swiglu_bwd_block(
 
     Raises:
         TypeError: an argument has a dtype that is not listed.
-        ValueError: a shape or option does not match, or no copy is asked for.
+        ValueError: a shape or option does not match, or no copy is requested.
     """
     name = "swiglu_bwd_block"
     given = gated_arrays(name, activation, axis, input, up, bias, up_bias, grad_output, to_fp8=True)

@@ -1,8 +1,8 @@
-"""Memory of a whole step with fp8_autocast(save="small"), counted where tensors are made and freed.
+"""Peak memory of a step with fp8_autocast(save="small"), counted as tensors are allocated and freed.
 
-The layer has Llama-3-8B's proportions, and twice as many tokens as hidden units, as 2 x 4096 of
-4096. All large tensors are multiples of tokens x hidden then, so that bytes of an element of the
-input are those of the large layer, whichever device computes them.
+The layer has Llama-3-8B's proportions and twice as many tokens as hidden units, like 2 x 4096
+tokens of 4096. All large tensors are then multiples of tokens x hidden, so the bytes per input
+element are those of the large layer on any device.
 """
 
 import pytest
@@ -20,7 +20,7 @@ HIDDEN, TOKENS = 256, 512
 
 
 class Peak(TorchDispatchMode):
-    """Counts the bytes of storages that ops make, until nothing refers to them any more."""
+    """Counts the bytes of all storages that ops allocate and that are still referenced."""
 
     def __init__(self, known):
         super().__init__()
@@ -43,7 +43,7 @@ class Peak(TorchDispatchMode):
 
 
 def peak_of_step(scaling, save, device):
-    """Bytes of an element at a step's peak, without the input and the output's gradient."""
+    """Peak bytes per input element of a step, without the input and the output's gradient."""
     torch.manual_seed(3)
     module = TransformerLayer(
         HIDDEN, 7 * HIDDEN // 2, 4, num_gqa_groups=1, normalization="RMSNorm", bias=False,
@@ -88,7 +88,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_peak_of_a_llama_layer(monkeypatch, name):
-    """Of ops on the CPU, with those that sm_90 fuses as one op."""
+    """The peak on the CPU, where the ops that sm_90 fuses count as one op."""
     name, _, is_fused = name.partition(", ")
     if is_fused:
         monkeypatch.setattr(gemm_backend, "has_dense_fp8", lambda device: True)
