@@ -1,4 +1,4 @@
-"""Peak memory of a step with fp8_autocast(save="small"), counted as tensors are allocated and freed.
+"""Peak memory of a step with fp8_autocast(save="small"), from the tensors that ops allocate.
 
 The layer has Llama-3-8B's proportions and twice as many tokens as hidden units, like 2 x 4096
 tokens of 4096. All large tensors are then multiples of tokens x hidden, so the bytes per input
