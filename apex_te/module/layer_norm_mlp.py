@@ -518,18 +518,17 @@ def _forward(
     keep = call.keep_columnwise
     gemm1 = call.gemm(0, w1, need_norm, needs[4], keep, need_norm)
     gemm2 = call.gemm(1, w2, need_hidden, needs[6], keep, need_hidden)
-    if gemm2.remakes_input:
-        gemm2 = gemm2._replace(keeps_input=False)
-
     rest = None if residual is None else as_matrix(residual)
     norm = NormForward(as_matrix(inp), norm_weight, norm_bias, *norm_options[:3], rest)
+    fuses = takes(gemm1, gemm2, activation, norm.x, w1, b1)
+    if gemm2.remakes_input:  # a fused backward makes the activation again in any case
+        gemm2 = gemm2._replace(remakes_input=not fuses, keeps_input=fuses)
     quantized, part, y = normalized(norm, gemm1, norm_options)
     weight1, _ = gemm1.cast_weight(w1, call.cached[0])
     saved1 = gemm1.saved(y, part, w1, weight1)
     plain = act_scale = hidden_scale = None
     operand: Operand
     holds = call.small and need_hidden
-    fuses = takes(gemm1, gemm2, activation, norm.x, w1, b1)
     if fuses:
         hidden, hidden_scale, operand, act_scale = activated_product(
             gemm1, gemm2, quantized, w1, weight1, holds
@@ -605,7 +604,6 @@ def _backward(ctx: Any, grad_output: Any, grad_norm: Any, grad_residual: Any) ->
     d_w1 = d_b1 = d_w2 = d_act = d_fused = dx = d_gamma = d_beta = None
     # Every step frees what only it needed: the peak is that of bf16 modules or below.
     if gemm2.need_input and ctx.fuses:
-        act_scale = saved2[1] if gemm2.remakes_input else act_scale
         d_fused, act = hidden_gradient(
             gemm1, gemm2, saved2, quantized, hidden, hidden_scale, act_scale, later1,
             hidden_scale is not None and may_overwrite_saved(ctx),

@@ -46,8 +46,9 @@ class Calls:
     def __init__(self, monkeypatch):
         self.forward = self.backward = 0
         self._monkeypatch = monkeypatch
-        for kind, name in (("forward", "dense_gemm_swiglu"), ("backward", "dense_gemm_swiglu_bwd")):
-            self._count(kind, binding._functions[name], name)
+        for kind, end in (("forward", ""), ("backward", "_bwd")):
+            for name in (f"dense_gemm_swiglu{end}", f"dense_gemm_swiglu_held{end}"):
+                self._count(kind, binding._functions[name], name)
         for kind, name in (("forward", "swiglu_fwd_block"), ("backward", "swiglu_bwd_block")):
             self._count(kind, swiglu_block, name)
 
@@ -187,12 +188,16 @@ USES = {
     "microbatches": {"microbatches": 2},
     "cached weights": {"microbatches": 2, "cached": True},
     "columnwise weights": {"region": {"keep_columnwise_weights": True}},
+    "saves less": {"region": {"save": "small"}},
+    "saves less of microbatches": {"microbatches": 2, "region": {"save": "small"}},
 }
 
 
+@pytest.mark.parametrize("recipe", ["delayed", "first step"])
 @pytest.mark.parametrize("use", USES)
-def test_uses(device, fused, monkeypatch, use):
-    assert min(compare(build(device), DELAYED, monkeypatch, fused, **USES[use])) > 0
+def test_uses(device, fused, monkeypatch, use, recipe):
+    module, recipe = build(device), RECIPES[recipe]
+    assert min(compare(module, recipe, monkeypatch, fused, **USES[use])) > 0
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "first step", "blocks"])
