@@ -35,11 +35,14 @@ class QuantizedTensor:
         columnwise_scale_inv: the tensor ``rowwise_scale_inv`` itself if both copies have one scale.
         dtype: an FP8 dtype of torch, or ``torch.uint8`` (HiF8).
         free: True if the scales are data, which casting the values does not restore.
+        amax: fp32 ``[1]``, from which one scale was computed, for a second cast of the same matrix;
+            None if the scale does not depend on the matrix.
         scales: fp32 ``[2]``, ``scale_inv`` and the scale, where an op wrote both copies with the
             scale of its result; else None.
     """
 
     __slots__ = (
+        "amax",
         "columnwise",
         "columnwise_scale_inv",
         "dtype",
@@ -63,6 +66,7 @@ class QuantizedTensor:
         self.columnwise_scale_inv = columnwise_scale_inv
         self.dtype = dtype
         self.free = False
+        self.amax: torch.Tensor | None = None
         self.scales: torch.Tensor | None = None
 
     def __repr__(self) -> str:

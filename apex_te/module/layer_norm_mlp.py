@@ -30,6 +30,7 @@ from ._core.fused_casts import (
     activate,
     activation_of,
     is_gated,
+    scalars,
 )
 from ._core.gemm import (
     SAVED,
@@ -315,11 +316,11 @@ class LayerNormMLP(NormedModule):
         return apply_function(LayerNormMLPFunction, tensors, *rest)
 
 
-# GEMMs with fused SwiGLU, for schemes that know the scale before the data (delayed scaling) or find
-# it in a pass before the cast (current scaling). Where a tensor that an epilogue would quantize
-# must be there before its scale is known, the same kernels multiply and the activation follows by
-# itself: the bits are equal. Block scales are found in the high-precision result, which the
-# kernels of gated activations do not write.
+# GEMMs with fused SwiGLU, for schemes that know the scale before the data (delayed scaling), whose
+# epilogues write FP8 data, or compute it from the amax (current scaling), which their epilogues
+# find. A first delayed scale, too, needs the tensor: the same kernels multiply, and the activation
+# follows by itself; the bits are equal. Block scales are found in the high-precision result, which
+# the kernels of gated activations do not write.
 _SWIGLU = "swiglu"
 _Operands = tuple[Any, Any, Any, Any]
 
@@ -327,9 +328,9 @@ _Operands = tuple[Any, Any, Any, Any]
 class ActivatedProduct(NamedTuple):
     """FC1's output ``[rows, 2F]`` in bf16, and FP8 copies of the activation's result.
 
-    With ``hidden_scale`` the output is in E4M3, as ``hold`` makes it. ``act_scale``, fp32 ``[1]``,
-    is the scale with which backward makes the columnwise copy; None if backward needs no such copy,
-    or ``act`` has it.
+    With ``hidden_scale`` the output is in E4M3, as ``hold`` makes it. ``act_scale``, whose last
+    element is the scale, is for the columnwise copy that backward makes; None if backward needs no
+    such copy, or ``act`` has it.
     """
 
     hidden: torch.Tensor
@@ -356,7 +357,7 @@ def takes(
         return False
     if b1 is not None or x.dtype is not torch.bfloat16:
         return False
-    if not (first.grad_output.keeps_scale and second.input.keeps_scale):
+    if not all(q.keeps_scale or q.measures for q in (first.grad_output, second.input)):
         return False
     for gemm in (gemm1, gemm2):
         if gemm.options.parallel is not None or gemm.quantizers.high_precision_wgrad:
@@ -389,20 +390,24 @@ def activated_product(
     later = gemm2.keeps_input and gemm2.need_input
     now = gemm2.keeps_input and not later
     known = None if now else quantizer.scale_in_advance()
-    hidden_scale = None
-    if known is None:
+    hidden_scale = out = None
+    if quantizer.measures:
+        assert x.rowwise is not None
+        measured = scalars(x.rowwise)
+        hidden = dense_gemm_swiglu.dense_gemm_swiglu(*operands, None, amax=measured[0]).hidden
+        act = quantizer.produce_measured(ActivationForward(_SWIGLU, hidden), measured, True, now)
+    elif known is None:
         hidden = dense_gemm(*operands)
         act = quantizer.produce(ActivationForward(_SWIGLU, hidden), True, now)
     else:
         scale, amax = known
         if holds:
-            hidden, hidden_scale, out = dense_gemm_swiglu.dense_gemm_swiglu_held(
-                *operands, scale, amax=amax
-            )
+            held = dense_gemm_swiglu.dense_gemm_swiglu_held(*operands, scale, amax=amax)
+            hidden, hidden_scale, out = held
         else:
             hidden, out = dense_gemm_swiglu.dense_gemm_swiglu(*operands, scale, amax=amax)
         act = shared_scale(out, quantizer.dtype)
-    return ActivatedProduct(hidden, hidden_scale, act, quantizer.snapshot() if later else None)
+    return ActivatedProduct(hidden, hidden_scale, act, quantizer.snapshot(act) if later else None)
 
 
 def hidden_gradient(
@@ -424,32 +429,36 @@ def hidden_gradient(
     the memory of ``hidden``.
     """
     weight, quantizer = gemm2.recast_weight(saved), gemm1.quantizers.grad_output
+    act_scale = None if act_scale is None else act_scale[-1:]
     operands: _Operands = (
         dy.rowwise, weight.columnwise, dy.rowwise_scale_inv, weight.columnwise_scale_inv
     )  # fmt: skip
-    known = quantizer.scale_in_advance()
     columnwise = gemm1.need_weight and not columns_later
-    if known is not None:
-        scale, amax = known
+    scale, amax = quantizer.scale_in_advance() or (None, None)
+    measured = scalars(hidden) if quantizer.measures else None
+    out = act = d_act = None
+    if scale is None and measured is None:
+        d_act = dense_gemm(*operands, use_split_accumulator=True)
+    else:
+        if measured is not None:
+            shape = hidden.shape[0], hidden.shape[1] // 2
+            amax, d_act = measured[0], hidden.new_empty(shape, dtype=torch.bfloat16)
         out, act = dense_gemm_swiglu.dense_gemm_swiglu_bwd(
             *operands, hidden, scale, quantizer.dtype, hidden_scale_inv=hidden_scale,
-            columnwise=columnwise, amax=amax, act_scale=act_scale,
+            columnwise=columnwise, amax=amax, act_scale=act_scale, grad=d_act,
         )  # fmt: skip
-        del weight, operands
-        gemm2.drop_rows(dy)
-        return shared_scale(out, quantizer.dtype), act
-    d_act = dense_gemm(*operands, use_split_accumulator=True)
     del weight, operands
     gemm2.drop_rows(dy)
-    act = None
-    if act_scale is not None:
-        fp8, forward = (
-            gemm2.quantizers.input.dtype,
-            ActivationForward(_SWIGLU, hidden, hidden_scale),
-        )
-        act = forward.fp8(act_scale, fp8, False, True, None, True)[1]
+    if out is not None:
+        return shared_scale(out, quantizer.dtype), act
+    if act is None and act_scale is not None:
+        forward = ActivationForward(_SWIGLU, hidden, hidden_scale)
+        act = forward.fp8(act_scale, gemm2.quantizers.input.dtype, False, True, None, True)[1]
+    assert d_act is not None
     gradient = ActivationBackward(_SWIGLU, d_act, hidden, False, hidden_scale, overwrites)
-    return quantizer.produce(gradient, gemm1.need_input, columnwise), act
+    if measured is None:
+        return quantizer.produce(gradient, gemm1.need_input, columnwise), act
+    return quantizer.produce_measured(gradient, measured, gemm1.need_input, columnwise), act
 
 
 class LayerNormMLPFunction(OpFunction):

@@ -35,11 +35,11 @@ class GatedHidden(NamedTuple):
 
     Attributes:
         hidden: bfloat16 [M, 2F], the input of the activation, gates first.
-        act: FP8 data of the activation, rowwise [M, F].
+        act: FP8 data of the activation, rowwise [M, F]; None without a scale.
     """
 
     hidden: torch.Tensor
-    act: FP8Output
+    act: FP8Output | None
 
 
 class HeldHidden(NamedTuple):
@@ -61,11 +61,11 @@ class GatedGradient(NamedTuple):
 
     Attributes:
         output: FP8 data of the gradient of ``hidden``: rowwise [M, 2F] and columnwise
-            [2F, M rounded up to 16].
+            [2F, M rounded up to 16]; None without a scale.
         act_columnwise: FP8 data of the activation, [F, M rounded up to 16]; None if not requested.
     """
 
-    output: FP8Output
+    output: FP8Output | None
     act_columnwise: torch.Tensor | None
 
 
@@ -75,7 +75,7 @@ def dense_gemm_swiglu(
     b: torch.Tensor,
     a_scale_inv: torch.Tensor,
     b_scale_inv: torch.Tensor,
-    scale: torch.Tensor,
+    scale: torch.Tensor | None,
     *,
     bias: torch.Tensor | None = None,
     activation: str = "silu",
@@ -93,14 +93,16 @@ def dense_gemm_swiglu(
         b: [2F, K] E4M3, contiguous; the weight, gates first. F must be a multiple of 16.
         a_scale_inv: one float32 element on the device.
         b_scale_inv: one float32 element on the device.
-        scale: one float32 element, the scale of the activation's FP8 data.
+        scale: one float32 element, the scale of the activation's FP8 data. None computes ``amax``
+            alone, for a scale that depends on it: ``swiglu_fwd_fp8`` then makes the FP8 data.
         bias: [2F], converted to bfloat16; None adds nothing.
         activation: a name that ``swiglu`` accepts, such as "silu" or "gelu".
         amax: one float32 element, becomes max(amax, max |act(gate) * up|), before scaling; NaN
             counts as largest. None computes no amax.
 
     Returns:
-        ``hidden`` [M, 2F] in bfloat16, and the activation [M, F] as E4M3 data with its scale_inv.
+        ``hidden`` [M, 2F] in bfloat16, and the activation [M, F] as E4M3 data with its scale_inv,
+        or None.
 
     Raises:
         TypeError: an argument has a dtype that is not listed.
@@ -111,11 +113,14 @@ def dense_gemm_swiglu(
     check_operands("dense_gemm_swiglu", a, b)
     hidden, bias = prepare("dense_gemm_swiglu", a, b, None, torch.bfloat16, bias, accumulate=False)
     _check_rows("b", b.shape[0], 32)
-    act = a.new_empty((a.shape[0], b.shape[0] // 2), dtype=torch.float8_e4m3fn)
-    scale_inv = a.new_empty(1, dtype=torch.float32)
+    act = scale_inv = out = None
+    if scale is not None:
+        act = a.new_empty((a.shape[0], b.shape[0] // 2), dtype=torch.float8_e4m3fn)
+        scale_inv = a.new_empty(1, dtype=torch.float32)
+        out = FP8Output(act, None, scale_inv)
     _fwd(a, b, a_scale_inv, b_scale_inv, hidden, bias, scale, act, amax, scale_inv, code)
     note_written(amax)
-    return GatedHidden(hidden, FP8Output(act, None, scale_inv))
+    return GatedHidden(hidden, out)
 
 
 @checked
@@ -154,6 +159,7 @@ def dense_gemm_swiglu_held(
             )
         except (TypeError, ValueError) as error:
             raise under_name(name, error) from error
+        assert found.act is not None
         held = block_quantize(found.hidden, torch.float8_e4m3fn, columnwise=False)
         assert held.rowwise is not None
         assert held.rowwise_scale_inv is not None
@@ -182,7 +188,7 @@ def dense_gemm_swiglu_bwd(
     a_scale_inv: torch.Tensor,
     b_scale_inv: torch.Tensor,
     hidden: torch.Tensor,
-    scale: torch.Tensor,
+    scale: torch.Tensor | None,
     fp8_dtype: torch.dtype,
     *,
     hidden_scale_inv: torch.Tensor | None = None,
@@ -190,6 +196,7 @@ def dense_gemm_swiglu_bwd(
     columnwise: bool = True,
     amax: torch.Tensor | None = None,
     act_scale: torch.Tensor | None = None,
+    grad: torch.Tensor | None = None,
 ) -> GatedGradient:
     """Computes the gradient of ``hidden`` as FP8 data, from dy, the gradient of the MLP's output.
 
@@ -204,7 +211,9 @@ def dense_gemm_swiglu_bwd(
         b_scale_inv: one float32 element on the device.
         hidden: bfloat16 [M, 2F], contiguous, from ``dense_gemm_swiglu``; or E4M3 with
             ``hidden_scale_inv``.
-        scale: one float32 element, the scale of the gradient's FP8 data.
+        scale: one float32 element, the scale of the gradient's FP8 data. None computes ``amax`` and
+            ``grad`` instead, for a scale that depends on ``amax``: ``swiglu_bwd_fp8`` then makes
+            the FP8 data of ``grad``.
         fp8_dtype: dtype of the gradient's FP8 data, torch.float8_e4m3fn or torch.float8_e5m2.
         hidden_scale_inv: of a ``hidden`` in E4M3, its scale_inv as ``block_quantize`` makes it with
             blocks of 1x128. Results are those of its values in bfloat16, which are not written to
@@ -215,9 +224,12 @@ def dense_gemm_swiglu_bwd(
             largest. None computes no amax.
         act_scale: one float32 element, the scale of the activation's FP8 data; also makes the
             activation's columnwise copy, in E4M3. None does not.
+        grad: bfloat16 [M, F], contiguous, overwritten with the gradient of the activation's output;
+            given without ``scale``, and only then.
 
     Returns:
-        FP8 copies of the gradient of ``hidden``, [M, 2F], and of the activation if requested.
+        FP8 copies of the gradient of ``hidden``, [M, 2F], or None without ``scale``; and of the
+        activation if requested.
 
     Raises:
         TypeError: an argument has a dtype that is not listed.
@@ -239,17 +251,25 @@ def dense_gemm_swiglu_bwd(
             f"{name}: hidden must have shape {[rows, 2 * cols]}, got {list(hidden.shape)}"
         )
     length = columnwise_length(rows, True)
-    rowwise = a.new_empty((rows, 2 * cols), dtype=fp8_dtype)
-    columns = a.new_empty((2 * cols, length), dtype=fp8_dtype) if columnwise else None
+    rowwise = columns = scale_inv = out = None
+    if scale is None:
+        _check_grad(name, grad, (rows, cols))
+    elif grad is not None:
+        raise ValueError(f"{name}: grad must be None with a scale, got a tensor")
+    else:
+        rowwise = a.new_empty((rows, 2 * cols), dtype=fp8_dtype)
+        columns = a.new_empty((2 * cols, length), dtype=fp8_dtype) if columnwise else None
+        scale_inv = a.new_empty(1, dtype=torch.float32)
+        out = FP8Output(rowwise, columns, scale_inv)
     act = None if act_scale is None else a.new_empty((cols, length), dtype=torch.float8_e4m3fn)
-    scale_inv = a.new_empty(1, dtype=torch.float32)
-    rest = scale, rowwise, columns, amax, scale_inv, act_scale, act, code, _SPLIT
+    rest = scale, grad, rowwise, columns, amax, scale_inv, act_scale, act, code, _SPLIT
     if hidden_scale_inv is None:
         _bwd(a, b, a_scale_inv, b_scale_inv, hidden, *rest)
     else:
         _bwd_held(a, b, a_scale_inv, b_scale_inv, hidden, hidden_scale_inv, *rest)
     note_written(amax)
-    return GatedGradient(FP8Output(rowwise, columns, scale_inv), act)
+    note_written(grad)
+    return GatedGradient(out, act)
 
 
 def _check_rows(name: str, rows: int, multiple: int) -> None:
@@ -257,6 +277,19 @@ def _check_rows(name: str, rows: int, multiple: int) -> None:
     if rows % multiple:
         raise ValueError(
             f"dense_gemm_swiglu: rows of {name} must be a multiple of {multiple}, got {rows}"
+        )
+
+
+def _check_grad(name: str, grad: torch.Tensor | None, shape: tuple[int, int]) -> None:
+    """Raises an error unless ``grad`` is a contiguous bfloat16 tensor of ``shape``."""
+    if grad is None:
+        raise ValueError(f"{name}: grad must be given without a scale, got None")
+    if grad.dtype is not torch.bfloat16:
+        raise TypeError(f"{name}: grad must have dtype torch.bfloat16, got {grad.dtype}")
+    if grad.shape != shape or not grad.is_contiguous():
+        raise ValueError(
+            f"{name}: grad must be contiguous with shape {list(shape)}, got {list(grad.shape)} "
+            f"with strides {list(grad.stride())}"
         )
 
 
@@ -314,7 +347,15 @@ def _run_fwd(a, b, a_scale_inv, b_scale_inv, hidden, *rest):
         return
     bias, scale, act, amax, scale_inv, code = rest
     dense_gemm.multiply_into(a, b, a_scale_inv, b_scale_inv, hidden, bias, None, False, 0)
+    if scale is None and amax is None:
+        return
+    scale = _any(hidden) if scale is None else scale
     swiglu.fwd_fp8_into(hidden, None, None, None, scale, act, None, amax, scale_inv, code, *_UNUSED)
+
+
+def _any(like):
+    """Returns a scale for what only computes an amax."""
+    return like.new_ones(1, dtype=torch.float32)
 
 
 def _run_fwd_held(a, b, a_scale_inv, b_scale_inv, hidden, hidden_scale_inv, *rest):
@@ -350,9 +391,10 @@ def _launch_bwd_held(a, b, a_scale_inv, b_scale_inv, hidden, hidden_scale_inv, *
 
 
 def _launch_of_bwd(function, a, b, a_scale_inv, b_scale_inv, hidden, rest):
-    _, rowwise, columnwise, _, _, _, act_columnwise, code, _ = rest
-    given = (*hidden, rowwise, columnwise, act_columnwise)
-    if not (rowwise.dtype is a.dtype and fuses(a, b, _NAMES[code]) and _aligned(*given)):
+    _, grad, rowwise, columnwise, _, _, _, act_columnwise, code, _ = rest
+    given = (*hidden, grad, rowwise, columnwise, act_columnwise)
+    is_dtype = rowwise is None or rowwise.dtype is a.dtype
+    if not (is_dtype and fuses(a, b, _NAMES[code]) and _aligned(*given)):
         return None
     args = (a, b, a_scale_inv, b_scale_inv, *hidden, *rest, 0, dense_gemm.STREAM_RESULTS)
     return Launch(function, args, 1)
@@ -361,34 +403,33 @@ def _launch_of_bwd(function, a, b, a_scale_inv, b_scale_inv, hidden, rest):
 def _run_bwd(a, b, a_scale_inv, b_scale_inv, hidden, *rest):
     if _ran(_launch_bwd(a, b, a_scale_inv, b_scale_inv, hidden, *rest)):
         return
-    grad = _product(a, b, a_scale_inv, b_scale_inv, rest)
-    scale, rowwise, columnwise, amax, scale_inv, act_scale, act_columnwise, code, _ = rest
-    inputs = hidden, None, None, None
-    swiglu.bwd_fp8_into(
-        grad, *inputs, scale, rowwise, columnwise, amax, scale_inv, None, None, code, *_UNUSED
-    )
-    if act_columnwise is not None:
-        swiglu.fwd_fp8_into(*inputs, act_scale, None, act_columnwise, None, None, code, *_UNUSED)
+    inputs, functions = (hidden, None, None, None), (swiglu.bwd_fp8_into, swiglu.fwd_fp8_into)
+    _bwd_apart(a, b, a_scale_inv, b_scale_inv, inputs, functions, *rest)
 
 
 def _run_bwd_held(a, b, a_scale_inv, b_scale_inv, hidden, hidden_scale_inv, *rest):
     if _ran(_launch_bwd_held(a, b, a_scale_inv, b_scale_inv, hidden, hidden_scale_inv, *rest)):
         return
-    grad = _product(a, b, a_scale_inv, b_scale_inv, rest)
-    scale, rowwise, columnwise, amax, scale_inv, act_scale, act_columnwise, code, _ = rest
-    inputs = hidden, hidden_scale_inv
-    swiglu.bwd_held_into(
-        grad, *inputs, scale, rowwise, columnwise, amax, scale_inv, None, None, code, *_UNUSED
-    )
+    inputs, functions = (hidden, hidden_scale_inv), (swiglu.bwd_held_into, swiglu.fwd_held_into)
+    _bwd_apart(a, b, a_scale_inv, b_scale_inv, inputs, functions, *rest)
+
+
+def _bwd_apart(
+    a, b, a_scale_inv, b_scale_inv, inputs, functions, scale, grad, rowwise, columnwise, amax,
+    scale_inv, act_scale, act_columnwise, code, promotion,
+):  # fmt: skip
+    """Computes the GEMM, then its results by ``functions`` of the activation's ``inputs``."""
+    backward, forward = functions
+    if grad is None:
+        grad = a.new_empty((a.shape[0], b.shape[0]), dtype=torch.bfloat16)
+    dense_gemm.multiply_into(a, b, a_scale_inv, b_scale_inv, grad, None, None, False, promotion)
+    if scale is not None or amax is not None:
+        scale = _any(grad) if scale is None else scale
+        backward(
+            grad, *inputs, scale, rowwise, columnwise, amax, scale_inv, None, None, code, *_UNUSED
+        )
     if act_columnwise is not None:
-        swiglu.fwd_held_into(*inputs, act_scale, None, act_columnwise, None, None, code, *_UNUSED)
-
-
-def _product(a, b, a_scale_inv, b_scale_inv, rest):
-    """Returns the gradient of the activation's output, from which another op makes the rest."""
-    grad = a.new_empty((a.shape[0], b.shape[0]), dtype=torch.bfloat16)
-    dense_gemm.multiply_into(a, b, a_scale_inv, b_scale_inv, grad, None, None, False, rest[-1])
-    return grad
+        forward(*inputs, act_scale, None, act_columnwise, None, None, code, *_UNUSED)
 
 
 _TILING = ("strip", "cache")

@@ -26,18 +26,22 @@ APEX_TE_IN_PLACE(dense_gemm, "out: residual")
 // all ups.
 //
 // dense_gemm_swiglu: hidden = a . b^T as above, and of act(gate) * up of its rounded values, in
-// float32, FP8 data act = satcast_rne(y * scale), and amax = max(amax, max |y|).
+// float32, FP8 data act = satcast_rne(y * scale), and amax = max(amax, max |y|). Without scale:
+// only amax.
+//
 // dense_gemm_swiglu_held: the same with hidden as block_quantize makes it of the rounded values: in
 // E4M3, with scales of blocks of 1x128 that are powers of two. N is a multiple of 256.
+//
 // dense_gemm_swiglu_bwd: the gradient of that activation from grad = a . b^T, rounded to bfloat16,
 // and hidden: FP8 data rowwise and columnwise [2 N, ld], where ld is a multiple of 16 and zeros
-// follow the last row. act_columnwise [N, ld]: the activation's FP8 data once more, with the
-// forward's scale. scale_inv receives 1 / scale.
+// follow the last row. Without scale: grad and amax instead. act_columnwise [N, ld]: the
+// activation's FP8 data once more, with the forward's scale. scale_inv receives 1 / scale.
+//
 // dense_gemm_swiglu_held_bwd: the same with hidden in E4M3, with scales of blocks of 1x128; its
 // values are rounded to bfloat16.
 APEX_TE_FUNCTION(dense_gemm_swiglu,
                  "a: e4m3[m k], b: e4m3[n k], a_scale_inv: f32[1], b_scale_inv: f32[1], "
-                 "hidden: bf16[m n]!, bias: bf16[n]?, scale: f32[1], act: e4m3[m n/2]!, "
+                 "hidden: bf16[m n]!, bias: bf16[n]?, scale: f32[1]?, act: e4m3[m n/2]!?, "
                  "amax: f32[1]!!?, scale_inv: f32[1]!?, activation: int, strip: int, cache: int",
                  "cuda")
 APEX_TE_FUNCTION(dense_gemm_swiglu_held,
@@ -49,14 +53,14 @@ APEX_TE_FUNCTION(dense_gemm_swiglu_held,
 APEX_TE_FUNCTION(
     dense_gemm_swiglu_bwd,
     "a: F[m k], b: e4m3[n k], a_scale_inv: f32[1], b_scale_inv: f32[1], hidden: bf16[m 2n], "
-    "scale: f32[1], rowwise: F[m 2n]!, columnwise: F[2n m%16]!?, amax: f32[1]!!?, "
-    "scale_inv: f32[1]!?, act_scale: f32[1]?, act_columnwise: e4m3[n m%16]!?, activation: int, "
-    "promotion: int, strip: int, cache: int",
+    "scale: f32[1]?, grad: bf16[m n]!?, rowwise: F[m 2n]!?, columnwise: F[2n m%16]!?, "
+    "amax: f32[1]!!?, scale_inv: f32[1]!?, act_scale: f32[1]?, act_columnwise: e4m3[n m%16]!?, "
+    "activation: int, promotion: int, strip: int, cache: int",
     "cuda")
 APEX_TE_FUNCTION(
     dense_gemm_swiglu_held_bwd,
     "a: F[m k], b: e4m3[n k], a_scale_inv: f32[1], b_scale_inv: f32[1], hidden: e4m3[m 2n], "
-    "hidden_scale_inv: f32[2n/128 m%4], scale: f32[1], rowwise: F[m 2n]!, "
+    "hidden_scale_inv: f32[2n/128 m%4], scale: f32[1]?, grad: bf16[m n]!?, rowwise: F[m 2n]!?, "
     "columnwise: F[2n m%16]!?, amax: f32[1]!!?, scale_inv: f32[1]!?, act_scale: f32[1]?, "
     "act_columnwise: e4m3[n m%16]!?, activation: int, promotion: int, strip: int, cache: int",
     "cuda")
@@ -158,11 +162,12 @@ struct Gated {
   Activation activation;
   const float* scale;
   float *amax, *scale_inv;  // or null
-  uint8_t* act;
+  uint8_t* act;             // or null
   const uint16_t* hidden;
   uint8_t* held;       // or in E4M3, in place of hidden or of what the product makes
   float* held_scales;  // [columns / 128, held_ld]
   int64_t held_ld;
+  uint16_t* grad;                 // or, in its place, the next two
   uint8_t *rowwise, *columnwise;  // columnwise: or null
   const float* act_scale;
   uint8_t* act_columnwise;  // or null
@@ -201,6 +206,12 @@ inline void check_gated_operands(Args& args, DenseGemm& g, DType b_type) {
   check_aligned(args, "b", g.b);
 }
 
+inline void check_given(const Args& args, const char* name, const void* data, const char* with,
+                        const void* other) {
+  if (other && !data)
+    fail(kApexTeValueError, "%s: %s must be given with %s, got None", args.name(), name, with);
+}
+
 inline float* check_float(const TensorView& x) {
   return x ? x.is_scalar(DType::kFloat32).data<float>() : nullptr;
 }
@@ -228,13 +239,17 @@ inline GatedProduct check_gated(Args& args, bool is_held = false) {
   check_multiple(args, "N", g.n, is_held ? 2 * kBlock : 2 * kGatedGroup);
   const TensorView hidden = check_hidden(args, p, g.n, is_held);
   g.out = is_held ? nullptr : hidden.data<uint16_t>();
-  const TensorView bias = args.optional_tensor(), scale = args.tensor(), act = args.tensor();
+  const TensorView bias = args.optional_tensor();
   if (bias) bias.has_dtype({DType::kBFloat16}).has_shape({g.n}).is_dense();
   g.bias = bias.data<const uint16_t>();
-  p.gated.scale = scale.is_scalar(DType::kFloat32).data<const float>();
-  p.gated.act = act.has_dtype({DType::kE4M3}).has_shape({g.m, g.n / 2}).is_dense().data<uint8_t>();
+  p.gated.scale = check_float(args.optional_tensor());
+  const TensorView act = args.optional_tensor();
+  if (act) act.has_dtype({DType::kE4M3}).has_shape({g.m, g.n / 2}).is_dense();
+  p.gated.act = act.data<uint8_t>();
   p.gated.amax = check_float(args.optional_tensor());
   p.gated.scale_inv = check_float(args.optional_tensor());
+  check_given(args, "scale", p.gated.scale, "act", p.gated.act);
+  check_given(args, "scale", p.gated.scale, "scale_inv", p.gated.scale_inv);
   check_gated_activation(args, p.gated, args.integer());
   g.strip = args.integer();
   g.cache = args.integer();
@@ -263,10 +278,15 @@ inline GatedProduct check_gated_bwd(Args& args, bool is_held = false) {
   check_multiple(args, "N", g.n, kGatedGroup);
   const TensorView hidden = check_hidden(args, p, 2 * g.n, is_held);
   if (!is_held) p.gated.hidden = hidden.data<const uint16_t>();
-  const TensorView scale = args.tensor(), rowwise = args.tensor();
+  p.gated.scale = check_float(args.optional_tensor());
+  const TensorView grad = args.optional_tensor(), rowwise = args.optional_tensor();
   const TensorView columnwise = args.optional_tensor();
-  p.gated.scale = scale.is_scalar(DType::kFloat32).data<const float>();
-  rowwise.has_dtype({g.a_type}).has_shape({g.m, 2 * g.n}).is_dense();
+  if (static_cast<bool>(grad) == static_cast<bool>(rowwise))
+    fail(kApexTeValueError, "%s: one of grad and rowwise must be given, got %s", args.name(),
+         grad ? "both" : "None twice");
+  if (grad) grad.has_dtype({DType::kBFloat16}).has_shape({g.m, g.n}).is_dense();
+  if (rowwise) rowwise.has_dtype({g.a_type}).has_shape({g.m, 2 * g.n}).is_dense();
+  p.gated.grad = grad.data<uint16_t>();
   p.gated.rowwise = rowwise.data<uint8_t>();
   p.gated.columnwise = check_padded(args, columnwise, g.a_type, 2 * g.n, g, &p.gated.ld);
   p.gated.amax = check_float(args.optional_tensor());
@@ -274,15 +294,17 @@ inline GatedProduct check_gated_bwd(Args& args, bool is_held = false) {
   p.gated.act_scale = check_float(args.optional_tensor());
   const TensorView act = args.optional_tensor();
   p.gated.act_columnwise = check_padded(args, act, DType::kE4M3, g.n, g, &p.gated.ld);
-  if (act && !p.gated.act_scale)
-    fail(kApexTeValueError, "%s: act_scale must be given with act_columnwise, got None",
-         args.name());
+  check_given(args, "scale", p.gated.scale, "rowwise", p.gated.rowwise);
+  check_given(args, "scale", p.gated.scale, "scale_inv", p.gated.scale_inv);
+  check_given(args, "rowwise", p.gated.rowwise, "columnwise", p.gated.columnwise);
+  check_given(args, "act_scale", p.gated.act_scale, "act_columnwise", p.gated.act_columnwise);
   check_gated_activation(args, p.gated, args.integer());
   g.promotion = args.integer();
   g.strip = args.integer();
   g.cache = args.integer();
   check_choices(args, g);
   check_aligned(args, "rowwise", p.gated.rowwise);
+  check_aligned(args, "grad", p.gated.grad);
   return p;
 }
 

@@ -22,6 +22,10 @@ __device__ __forceinline__ void store_shared(uint32_t address, uint32_t low_half
                : "memory");
 }
 
+__device__ __forceinline__ float scale_of(const Gated& gated) {
+  return gated.scale ? *gated.scale : 1.0f;
+}
+
 // What is left of a gated product when all tiles are done.
 __device__ __forceinline__ void finish_gated(const Gated& gated, uint32_t amax) {
   amax = warp_max(amax);
@@ -48,7 +52,9 @@ struct GatedStore {
   uint32_t codes[kGroups][2];  // of 16 outputs: four of a row, and four of the eighth row after
 
   __device__ __forceinline__ GatedStore(const Params& params, uint32_t all)
-      : p(params), staged(all + threadIdx.x / 32 * V::kStagedBytes), scale(*params.gated.scale) {}
+      : p(params),
+        staged(all + threadIdx.x / 32 * V::kStagedBytes),
+        scale(scale_of(params.gated)) {}
 
   static __device__ __forceinline__ void prefetch(const Params&, const Tile&) {}
 
@@ -105,10 +111,10 @@ struct GatedStore {
   // then one for the codes of the activation.
   template <int kStep>
   __device__ __forceinline__ void step() {
-    if constexpr (kStep == kGroups)
-      store_codes();
-    else
+    if constexpr (kStep < kGroups)
       step_of<kStep>();
+    else if (p.gated.act)
+      store_codes();
   }
 
   template <int kStep>
@@ -220,7 +226,8 @@ void run_gated(Args& args) {
   p.g = product.g;
   p.gated = product.gated;
   const int64_t outputs = p.g.n / 2;
-  describe(&p.act, kBytes, p.gated.act, p.g.m, outputs, kWarpRows, V::kColumns / 2);
+  if (p.gated.act)
+    describe(&p.act, kBytes, p.gated.act, p.g.m, outputs, kWarpRows, V::kColumns / 2);
   if constexpr (kHeld) {
     describe_boxes<3>(&p.out, kBytes, p.gated.held, {outputs, 2, p.g.m}, {outputs, p.g.n},
                       {128, 1, kWarpRows});

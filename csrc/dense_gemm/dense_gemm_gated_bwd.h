@@ -1,6 +1,6 @@
 // Epilogue of the product that makes the gradient of a gated activation's output: it stores FP8
-// data of the gradient of the activation's input, rowwise and columnwise, and of the activation
-// itself. A warpgroup of its own makes them while the next tile is multiplied.
+// data of the gradient of the activation's input, rowwise and columnwise, or that product, and FP8
+// data of the activation. A warpgroup of its own makes them while the next tile is multiplied.
 #pragma once
 
 #include "dense_gemm/dense_gemm_gated.h"
@@ -123,8 +123,8 @@ __device__ __forceinline__ void silu_gradient(float gate, float up, float grad, 
 
 // By a warpgroup. A warp has 32 rows of a tile, of which it takes 32 columns after the other, in
 // two halves of 16 rows: a lane has 8 columns of two rows, one below the other. kHeld: hidden is in
-// E4M3.
-template <typename V, typename Format, Activation kAct, bool kWithAct, bool kHeld>
+// E4M3. kCodes: it stores the gradient's FP8 data, not the sums.
+template <typename V, typename Format, Activation kAct, bool kWithAct, bool kHeld, bool kCodes>
 struct GatedGradient {
   static_assert(kAct == Activation::kSilu, "silu_gradient");
   static constexpr int kParts = V::kColumns / kPart;
@@ -137,7 +137,7 @@ struct GatedGradient {
   __device__ __forceinline__ GatedGradient(const Params& params, uint32_t staged)
       : p(params),
         exchange{staged},
-        scale(*params.gated.scale),
+        scale(scale_of(params.gated)),
         act_scale(params.gated.act_columnwise ? *params.gated.act_scale : 1.0f) {}
 
   static __device__ __forceinline__ uint32_t warp() { return threadIdx.x / 32 % kEpilogueWarps; }
@@ -263,8 +263,10 @@ struct GatedGradient {
       most = larger_magnitude(larger_magnitude(most, dgate[k]), dup[k]);
     }
     if (exists) largest = larger_magnitude(largest, most);
-    encode_fp8x8<Format>(dgate, scale, codes.gates);
-    encode_fp8x8<Format>(dup, scale, codes.ups);
+    if constexpr (kCodes) {
+      encode_fp8x8<Format>(dgate, scale, codes.gates);
+      encode_fp8x8<Format>(dup, scale, codes.ups);
+    }
     if constexpr (kWithAct) {
 #pragma unroll
       for (int k = 0; k < 8; ++k) up[k] *= activate<kAct, false>(gate[k]);
@@ -299,8 +301,9 @@ struct GatedGradient {
     const Hidden hidden = hidden_of<kHalf>(which);
     const uint4 grads = load_shared(exchange.tile + place_in_tile(part, row, right()));
     copy_next();
+    if (!kCodes && exists) store_grads<kHalf>(at, which, grads);
     const Codes codes = differentiate(hidden.gates, hidden.ups, grads, exists);
-    if (exists) {
+    if (kCodes && exists) {
       uint8_t* to = p.gated.rowwise + at.before + (kHalf * kHalfRows + which) * 2 * p.g.n;
       store_row(to, codes.gates);
       store_row(to + p.g.n, codes.ups);
@@ -315,8 +318,10 @@ struct GatedGradient {
     __syncwarp();  // all have read what the codes take the place of
     const uint32_t unit = unit_of(lane() % 8 / 2 * 8 + lane() / 8 * 2 + lane() % 2, kHalf) * 16;
     const uint32_t to = half_of(part, kHalf) + unit;
-    store_both(to, codes.gates, codes_1.gates);
-    store_both(to + kKindBytes, codes.ups, codes_1.ups);
+    if constexpr (kCodes) {
+      store_both(to, codes.gates, codes_1.gates);
+      store_both(to + kKindBytes, codes.ups, codes_1.ups);
+    }
     if constexpr (kWithAct) store_both(act_half_of(kHalf) + unit, codes.acts, codes_1.acts);
   }
   // Transposes the codes of a half: a pair of rows is an element of 16 bits.
@@ -325,6 +330,17 @@ struct GatedGradient {
     store_transposed(to, __byte_perm(row[0], row_1[0], 0x5140),
                      __byte_perm(row[0], row_1[0], 0x7362), __byte_perm(row[1], row_1[1], 0x5140),
                      __byte_perm(row[1], row_1[1], 0x7362));
+  }
+  template <int kHalf>
+  __device__ __forceinline__ void store_grads(const Cursor& at, int which, const uint4& v) const {
+    const int64_t row = p.g.m - at.rows + kHalf * kHalfRows + which;
+    store_16(p.gated.grad + row * p.g.n + (p.g.n - at.columns), v);
+  }
+  __device__ __forceinline__ void store_16(void* to, const uint4& v) const {
+    asm volatile("st.global.L2::cache_hint.v4.b32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(
+                     __cvta_generic_to_global(to)),
+                 "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "l"(p.keep_out)
+                 : "memory");
   }
   __device__ __forceinline__ void store_row(uint8_t* to, const uint32_t (&codes)[2]) const {
     asm volatile(
@@ -352,10 +368,7 @@ struct GatedGradient {
   __device__ __forceinline__ void store_column(uint8_t* to, uint32_t from, int rows) const {
     uint4 v = load_shared(from);
     if (rows < kHalfRows) v = first_bytes(v, rows);
-    asm volatile("st.global.L2::cache_hint.v4.b32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(
-                     __cvta_generic_to_global(to)),
-                 "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "l"(p.keep_out)
-                 : "memory");
+    store_16(to, v);
   }
   // 32 rows and columns of the columnwise copies from shared memory.
   __device__ __forceinline__ void store_columns(int part, const Columns& to) const {
@@ -365,7 +378,7 @@ struct GatedGradient {
     for (int i = 0; i < 2; ++i) {
       if (to.column + i * to.step >= p.g.n) continue;
       const int64_t at = to.before + i * to.next;
-      if (p.gated.columnwise) {
+      if (kCodes && p.gated.columnwise) {
         store_column(p.gated.columnwise + at, from + i * 256, to.rows);
         store_column(p.gated.columnwise + at + p.g.n * p.gated.ld, from + i * 256 + kKindBytes,
                      to.rows);
@@ -427,7 +440,7 @@ struct GatedGradient {
 };
 
 // Like dense_gemm_kernel, with a warpgroup for the epilogue.
-template <typename V, typename A, typename B, Activation kAct, bool kHeld>
+template <typename V, typename A, typename B, Activation kAct, bool kHeld, bool kCodes>
 __global__ void __launch_bounds__(kConsumers + 256, 1)
     gated_gradient_kernel([[maybe_unused]] const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) uint8_t shared[];  // an atom of the swizzle
@@ -447,9 +460,9 @@ __global__ void __launch_bounds__(kConsumers + 256, 1)
   } else if (threadIdx.x < kConsumers + 128) {
     give_registers<88>();
     if (p.gated.act_columnwise)
-      GatedGradient<V, A, kAct, true, kHeld>(p, exchange.tile).run();
+      GatedGradient<V, A, kAct, true, kHeld, kCodes>(p, exchange.tile).run();
     else
-      GatedGradient<V, A, kAct, false, kHeld>(p, exchange.tile).run();
+      GatedGradient<V, A, kAct, false, kHeld, kCodes>(p, exchange.tile).run();
   } else {
     give_registers<24>();
     if (threadIdx.x == kConsumers + 128) copy_tiles<V, HandOver<V>>(p, ring);
@@ -460,7 +473,7 @@ __global__ void __launch_bounds__(kConsumers + 256, 1)
 
 #else
 
-template <typename V, typename A, typename B, Activation kAct, bool kHeld>
+template <typename V, typename A, typename B, Activation kAct, bool kHeld, bool kCodes>
 __global__ void gated_gradient_kernel(const __grid_constant__ Params) {}
 
 #endif
@@ -479,8 +492,10 @@ void launch_gated_bwd(const Launch& at, const GatedProduct& product) {
   else
     describe(&p.added, kBFloat16s, p.gated.hidden, p.g.m, 2 * p.g.n, kTileM, V::kColumns);
   prepare<V>(&p);
-  launch_tiles<V>(at, gated_gradient_kernel<V, A, E4M3, Activation::kSilu, kHeld>, kConsumers + 256,
-                  kBytesShared, p);
+  const auto kernel = p.gated.rowwise
+                          ? gated_gradient_kernel<V, A, E4M3, Activation::kSilu, kHeld, true>
+                          : gated_gradient_kernel<V, A, E4M3, Activation::kSilu, kHeld, false>;
+  launch_tiles<V>(at, kernel, kConsumers + 256, kBytesShared, p);
 }
 
 template <bool kHeld>

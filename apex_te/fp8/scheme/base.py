@@ -315,6 +315,8 @@ class Quantizer:
         keeps_scale: the scale is part of the FP8 state; only the first scale may depend on the
             matrix that is cast.
         transposes: columnwise copies are the transposed rowwise ones, as both have one scale.
+        measures: the scale is computed from the matrix's amax alone, which an op that computes the
+            matrix or an earlier cast may find: for ``produce_measured`` and ``recast``.
     """
 
     __slots__ = ("dtype",)
@@ -323,6 +325,7 @@ class Quantizer:
     pad_columnwise = False
     keeps_scale = False
     transposes = False
+    measures = False
 
     def quantize(
         self,
@@ -362,6 +365,26 @@ class Quantizer:
         if sums:
             producer.dbias = dbias
         return quantized
+
+    def produce_measured(
+        self,
+        producer: FusedCast,
+        measured: tuple[torch.Tensor, torch.Tensor],
+        rowwise: bool = True,
+        columnwise: bool = True,
+    ) -> QuantizedTensor:
+        """Runs an op that can fuse, as ``produce`` does, with a known amax; needs ``measures``.
+
+        Args:
+            producer: the op with its inputs.
+            measured: the amax of the op's result, fp32 ``[1]``, and uninitialized fp32 ``[2]``.
+            rowwise, columnwise: the copies to make.
+        """
+        raise NotImplementedError
+
+    def recast(self, x: torch.Tensor, amax: torch.Tensor) -> QuantizedTensor:
+        """Returns the columnwise copy of a matrix whose amax is known; needs ``measures``."""
+        raise NotImplementedError
 
     def quantize_heads(
         self, weight: torch.Tensor, repeats: int, groups: int, columnwise: bool

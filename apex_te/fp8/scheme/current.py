@@ -41,6 +41,7 @@ class CurrentScalingQuantizer(Quantizer):
     __slots__ = ("eps", "group", "pad_columnwise", "pow2")
 
     transposes = True
+    measures = True
 
     def __init__(
         self,
@@ -64,11 +65,23 @@ class CurrentScalingQuantizer(Quantizer):
         with_dbias: bool = False,
     ) -> tuple[QuantizedTensor, torch.Tensor | None]:
         amax = None if self.group is None else max_over_ranks(tensor_amax(x), self.group)
+        quantized = self._cast(x, rowwise, columnwise, amax)
+        return quantized, x.sum(0) if with_dbias else None
+
+    def recast(self, x: torch.Tensor, amax: torch.Tensor) -> QuantizedTensor:
+        return self._cast(x, False, True, amax)
+
+    def _cast(
+        self, x: torch.Tensor, rowwise: bool, columnwise: bool, amax: torch.Tensor | None
+    ) -> QuantizedTensor:
+        """Quantizes ``x`` with a scale computed from ``amax``; None: its own."""
         out = current_scale(
             x, self.dtype, rowwise=rowwise, columnwise=columnwise,
             pad_columnwise=self.pad_columnwise, eps=self.eps, pow2=self.pow2, amax=amax,
         )  # fmt: skip
-        return shared_scale(out, self.dtype), x.sum(0) if with_dbias else None
+        quantized = shared_scale(out, self.dtype)
+        quantized.amax = out.amax
+        return quantized
 
     def repeatable(self) -> Repeatable | None:
         return Repeatable((), None) if self.group is None else None
@@ -89,6 +102,7 @@ class CurrentScalingQuantizer(Quantizer):
         )
         # The op's own inverse of the scale does not show an infinite amax.
         quantized = QuantizedTensor(out.rowwise, scale_inv, out.columnwise, scale_inv, self.dtype)
+        quantized.amax = amax
         return quantized, True
 
     def settings(self) -> tuple:
@@ -129,11 +143,20 @@ class CurrentScalingQuantizer(Quantizer):
         # the sums are then those of compiled code, which does not fuse copies.
         if not self.can_fuse(producer) or (producer.copies and producer.with_dbias):
             return super().produce(producer, rowwise, columnwise)
-        dtype = self.dtype
-        # GEMMs read scale_inv, which has to be aligned: the first of the two is.
         amax, scales = producer.scalars()
+        producer.fp8(scales[1:], self.dtype, False, False, amax)
+        return self.produce_measured(producer, (amax, scales), rowwise, columnwise)
+
+    def produce_measured(
+        self,
+        producer: FusedCast,
+        measured: tuple[torch.Tensor, torch.Tensor],
+        rowwise: bool = True,
+        columnwise: bool = True,
+    ) -> QuantizedTensor:
+        (amax, scales), dtype = measured, self.dtype
+        # GEMMs read scale_inv, which has to be aligned: the first of the two is.
         scale_inv, scale = scales[:1], scales[1:]
-        producer.fp8(scale, dtype, False, False, amax)
         if self.group is not None:
             max_over_ranks(amax, self.group)
         scale_of(amax, dtype, scale, scale_inv, eps=self.eps, pow2=self.pow2)

@@ -26,6 +26,8 @@ class HiF8Quantizer(CurrentScalingQuantizer):
 
     __slots__ = ("target",)
 
+    measures = False
+
     def __init__(
         self,
         target: float,

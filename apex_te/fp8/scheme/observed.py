@@ -49,12 +49,13 @@ class ObservedQuantizer(Quantizer):
     tensors whose amax alone ``inner`` records (calibration).
     """
 
-    __slots__ = ("inner", "keeps_scale", "note", "pad_columnwise", "twin")
+    __slots__ = ("inner", "keeps_scale", "measures", "note", "pad_columnwise", "twin")
 
     def __init__(self, inner: Quantizer, twin: Quantizer, note: Note) -> None:
         self.dtype = inner.dtype
         self.pad_columnwise = inner.pad_columnwise
         self.keeps_scale = inner.keeps_scale
+        self.measures = inner.measures
         self.inner = inner
         self.twin = twin
         self.note = note
@@ -74,9 +75,31 @@ class ObservedQuantizer(Quantizer):
     def produce(
         self, producer: FusedCast, rowwise: bool = True, columnwise: bool = True
     ) -> QuantizedTensor:
+        return self._produced(self.inner.produce, producer, rowwise, columnwise)
+
+    def produce_measured(
+        self,
+        producer: FusedCast,
+        measured: tuple[torch.Tensor, torch.Tensor],
+        rowwise: bool = True,
+        columnwise: bool = True,
+    ) -> QuantizedTensor:
+        def produce(producer: FusedCast, *copies: bool) -> QuantizedTensor:
+            return self.inner.produce_measured(producer, measured, *copies)
+
+        return self._produced(produce, producer, rowwise, columnwise)
+
+    def _produced(
+        self,
+        produce: Callable[..., QuantizedTensor],
+        producer: FusedCast,
+        rowwise: bool,
+        columnwise: bool,
+    ) -> QuantizedTensor:
+        """Quantizes what an op makes by ``produce`` of the inner quantizer, and reports it."""
         if hasattr(producer, "overwrites"):
             producer.overwrites = False  # the op runs again below
-        quantized = self.inner.produce(producer, rowwise, columnwise)
+        quantized = produce(producer, rowwise, columnwise)
         fp8_data = quantized.rowwise if rowwise else quantized.columnwise
         if fp8_data is not None and _is_eager(fp8_data):
             # Running the op again may set dbias: it runs on a copy of the producer.

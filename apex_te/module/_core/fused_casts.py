@@ -85,6 +85,11 @@ def activation_gradient(name: Any, dy: torch.Tensor, x: torch.Tensor) -> torch.T
     return activation.activation_bwd(dy, x, PLAIN[name])
 
 
+def scalars(like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns a zero, fp32 [1], and uninitialized fp32 [2] on the device of ``like``."""
+    return like.new_zeros(1, dtype=torch.float32), like.new_empty(2, dtype=torch.float32)
+
+
 class BaseFusedCast:
     """Base of the modules' fused casts, which follow ``fp8.scheme.quantizer.FusedCast``.
 
@@ -103,8 +108,7 @@ class BaseFusedCast:
 
     def scalars(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns a zero, fp32 [1], and uninitialized fp32 [2] on the op's device."""
-        x = self.x
-        return x.new_zeros(1, dtype=torch.float32), x.new_empty(2, dtype=torch.float32)
+        return scalars(self.x)
 
     def blocks(self, options: BlockOptions, rowwise: bool, columnwise: bool) -> BlockQuantized:
         """Returns the result in blocks if ``can_fuse_blocks`` is True; see ``FusedCast.blocks``."""

@@ -173,7 +173,8 @@ class GemmCall(NamedTuple):
     ) -> tuple[QuantizedTensor | None, bool]:
         """Returns ``(operand, is_sorted)``: the FP8 copies of a weight ``[out, in]`` for fprop.
 
-        ``operand`` is None if ``multiply`` is to cast the weight. With ``weight_cached`` it is
+        ``operand`` is None if ``multiply`` is to cast the weight: neither is it cached, nor does
+        backward use the amax that its cast finds. With ``weight_cached`` it is
         never None, and has the columnwise copy, with heads in the order of ``weight``. If
         ``is_sorted``, the rowwise copy has all queries, then all keys, then all values.
         """
@@ -182,6 +183,8 @@ class GemmCall(NamedTuple):
             if cached is None and self.weight_cached:
                 values = dequantized(weight).contiguous()
                 cached = quantizers.weight.quantize(values, True, True)[0]
+            if cached is None and self.recasts_weight(weight):
+                cached = quantized_weight(quantizers, quantizers.weight, weight, False)
             return cached, False
         order = (heads.repeats, heads.groups)
         if cached is None and type(weight) is FP8Parameter:
@@ -191,6 +194,13 @@ class GemmCall(NamedTuple):
             return quantizers.weight.quantize_heads(values, *order, self.weight_cached)
         by_kind = quantizers.weight.sort_heads(cached, *order)
         return (cached, False) if by_kind is None else (by_kind, True)
+
+    def recasts_weight(self, weight: torch.Tensor) -> bool:
+        """Returns True if backward casts the weight again, with the amax that forward found."""
+        quantizers = self.quantizers
+        if not (self.need_input and quantizers.weight_recast.measures) or self.weight_cached:
+            return False
+        return quantizers.backward is None and type(weight) is not FP8Parameter
 
     def fprop(
         self,
@@ -245,8 +255,8 @@ class GemmCall(NamedTuple):
         ``input`` is the columnwise FP8 data ``[in, rows]``; or this rank's rowwise data
         ``[rows, in]`` if rows are gathered or decoded; or ``x``, with the scale of backward's cast,
         if any.
-        ``weight`` is the columnwise data ``[in, out]``, or the weight itself, without a scale, for
-        backward to cast again.
+        ``weight`` is the columnwise data ``[in, out]``, or the weight itself, with its amax instead
+        of a scale or None, for backward to cast again.
         """
         saved_x = saved_w = x_scale = w_scale = None
         if self.need_weight:
@@ -269,6 +279,8 @@ class GemmCall(NamedTuple):
                 saved_w, w_scale = cached.columnwise, cached.columnwise_scale_inv
             else:
                 saved_w = weight
+                if cached is not None and self.recasts_weight(weight):
+                    w_scale = cached.amax
         return saved_x, x_scale, saved_w, w_scale
 
     def remade(self, saved: tuple, source: FusedCast, is_gathered: bool) -> tuple:
@@ -435,6 +447,8 @@ class GemmCall(NamedTuple):
         quantizers = self.quantizers
         if self.weight_cached:
             return QuantizedTensor(None, None, w, w_scale, quantizers.weight.dtype)
+        if w_scale is not None:
+            return quantizers.weight_recast.recast(dequantized(w).contiguous(), w_scale)
         return quantized_weight(quantizers, quantizers.weight_recast, w, True)
 
     def wgrad(

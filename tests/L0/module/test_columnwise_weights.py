@@ -9,6 +9,7 @@ from schemes import SCHEMES
 from torch.utils.checkpoint import checkpoint
 
 from apex_te import MoELayer, fp8_autocast, fp8_model_init
+from apex_te.fp8.scheme.current import CurrentScalingQuantizer
 from apex_te.module._core import gemm
 from apex_te.module.grouped import on_device
 from apex_te.module.grouped.linear import GroupedLinear
@@ -63,7 +64,13 @@ def recasts(monkeypatch):
             calls.append(weight.shape)
         return original(quantizers, quantizer, weight, columnwise)
 
+    def measured(quantizer, x, amax):
+        calls.append(x.shape)
+        return again(quantizer, x, amax)
+
+    again = CurrentScalingQuantizer.recast
     monkeypatch.setattr(gemm, "quantized_weight", counting)
+    monkeypatch.setattr(CurrentScalingQuantizer, "recast", measured)
     return calls
 
 

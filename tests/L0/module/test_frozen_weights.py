@@ -48,6 +48,10 @@ class Spy:
         self.calls.append((self.role, rowwise, columnwise))
         return self.inner.produce(producer, rowwise, columnwise)
 
+    def recast(self, x, amax):
+        self.calls.append((self.role, False, True))
+        return self.inner.recast(x, amax)
+
     def grouped(self, quantizers):
         group = self.inner.grouped([q.inner for q in quantizers])
         return None if group is None else GroupSpy(group, self.role, self.calls)

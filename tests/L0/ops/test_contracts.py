@@ -72,7 +72,8 @@ ONE_ADDED = [({}, ("aux",)), ({}, ("c",))]
 ANGLES = [({"layout": 2}, ("cos",)), ({"layout": 2}, ("freqs",))]
 ROUTES = [({"is_index": is_index}, ()) for is_index in (False, True)]
 SWIGLU = [({"activation": 5}, ())]
-SWIGLU_BWD = [({"activation": 5, "promotion": 512}, ())]
+SWIGLU_BWD = [({"activation": 5, "promotion": 512}, out) for out in
+              (("grad",), ("scale", "rowwise", "columnwise", "scale_inv"))]  # fmt: skip
 GATHERED, GATED = (torch.ones(SIZES["r"], n * SIZES["c"]).half() for n in (1, 2))
 SOURCES = [({"x": GATHERED}, ()), ({"x": GATED}, ("row_of",))]
 GROUPED_CASTS = ["grouped_cast", "grouped_block_cast"]
@@ -97,6 +98,8 @@ ONE_OF["batch_norm_bwd"] = {"dx", "dz"}
 # Optional tensors that one form of a call cannot do without.
 NEEDED = {name: {"freqs", "cos", "cu_seqlens"} for name in ("rope_fwd", "rope_bwd")}
 NEEDED |= {name: {"row_of"} for name in GROUPED_CASTS}
+NEEDED |= {f"dense_gemm_swiglu{each}_bwd": {"grad", "rowwise", "scale"} for each in ("", "_held")}
+NEEDED["dense_gemm_swiglu"] = {"scale"}
 # Letters whose extent must not be 0.
 NOT_EMPTY = {
     ("cross_entropy_fwd", "c"), ("cross_entropy_bwd", "c"), ("moe_router_fwd", "c"),

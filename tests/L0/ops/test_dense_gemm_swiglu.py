@@ -52,6 +52,11 @@ def check_forward(x, bias=None, scale=3.0, start=0.0):
     assert_same_bits(bytes_of(act.rowwise), bytes_of(y.rowwise))
     assert_same_bits(amax, expected_amax)
     assert_same_bits(act.scale_inv, y.scale_inv)
+    measured = scalar(start, device)
+    plain = dense_gemm_swiglu(*x, None, bias=bias, amax=measured)
+    assert_same_bits(plain.hidden, expected)
+    assert_same_bits(measured, expected_amax)
+    assert plain.act is None
     return hidden, act
 
 
@@ -139,9 +144,19 @@ def check_backward(x, fp8, *, act=True, columnwise=True, held=False, start=0.0, 
     assert (act_columns is not None) == act
     if columnwise:
         assert_same_bits(bytes_of(grad.columnwise), bytes_of(expected.columnwise))
+    measured, plain_grad = scalar(start, device), torch.empty_like(product)
+    plain = dense_gemm_swiglu_bwd(
+        *x, None, fp8, hidden_scale_inv=hidden_scale_inv, columnwise=columnwise, amax=measured,
+        act_scale=act_scale if act else None, grad=plain_grad,
+    )  # fmt: skip
+    assert plain.output is None
+    assert (plain.act_columnwise is not None) == act
+    assert_same_bits(plain_grad, product)
+    assert_same_bits(measured, expected_amax)
     if act:
         y = swiglu.swiglu_fwd_fp8(hidden, None, act_scale, E4M3, rowwise=False, pad_columnwise=True)
-        assert_same_bits(bytes_of(act_columns), bytes_of(y.columnwise))
+        for columns in (act_columns, plain.act_columnwise):
+            assert_same_bits(bytes_of(columns), bytes_of(y.columnwise))
 
 
 @pytest.mark.parametrize("fp8", [E4M3, E5M2], ids=str)
@@ -202,6 +217,15 @@ def test_rejects():
         dense_gemm_swiglu_bwd(*x[:4], x[4][:15], one, E5M2)
     with pytest.raises(TypeError, match="fp8_dtype must be float8_e4m3fn or float8_e5m2"):
         dense_gemm_swiglu_bwd(*x, one, torch.float16)
+    grad = torch.empty(16, 16).bfloat16()
+    with pytest.raises(ValueError, match="grad must be given without a scale, got None"):
+        dense_gemm_swiglu_bwd(*x, None, E5M2)
+    with pytest.raises(ValueError, match="grad must be None with a scale, got a tensor"):
+        dense_gemm_swiglu_bwd(*x, one, E5M2, grad=grad)
+    with pytest.raises(TypeError, match=r"grad must have dtype torch\.bfloat16"):
+        dense_gemm_swiglu_bwd(*x, None, E5M2, grad=grad.float())
+    with pytest.raises(ValueError, match=r"grad must be contiguous with shape \[16, 16\], got \[8"):
+        dense_gemm_swiglu_bwd(*x, None, E5M2, grad=grad[:8])
 
 
 @needs_cuda
