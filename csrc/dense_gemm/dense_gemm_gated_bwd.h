@@ -10,7 +10,7 @@ namespace apex_te {
 
 // Shared memory behind the ring's: a tile of rounded sums, in parts of 32 columns of which 16 rows,
 // a kilobyte, give place to the codes of the gradients of gate and up once they have been read; and
-// the codes of the activation, 512 bytes for each half of a warp's rows.
+// the codes of the activation, 512 bytes for a half of a warp's rows.
 struct Handed {
   uint64_t full, empty;
 };
@@ -20,10 +20,10 @@ constexpr int kEpilogueWarps = 4;
 
 template <typename V>
 constexpr uint32_t kTileBytes = kTileM * V::kColumns * 2;
-constexpr uint32_t kActBytes = kEpilogueWarps * 2 * kKindBytes;
+constexpr uint32_t kActBytes = kEpilogueWarps * kKindBytes;
 constexpr uint32_t kSlotBytes = kEpilogueWarps * 2 * kHalfBytes;
 template <typename V>
-constexpr uint32_t kExchangeBytes = kTileBytes<V> + 2 * kSlotBytes + sizeof(Handed);
+constexpr uint32_t kExchangeBytes = kTileBytes<V> + 2 * kSlotBytes + kActBytes + sizeof(Handed);
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
@@ -32,9 +32,9 @@ struct Exchange {
   static_assert(V::kColumns % kPart == 0, "parts of the tile");
   uint32_t tile;
   __device__ __forceinline__ uint32_t hidden() const { return tile + kTileBytes<V>; }
-  __device__ __forceinline__ uint32_t act() const { return hidden() + kSlotBytes; }
+  __device__ __forceinline__ uint32_t act() const { return hidden() + 2 * kSlotBytes; }
   __device__ __forceinline__ Handed* handed() const {
-    return static_cast<Handed*>(__cvta_shared_to_generic(hidden() + 2 * kSlotBytes));
+    return static_cast<Handed*>(__cvta_shared_to_generic(act() + kActBytes));
   }
 };
 
@@ -128,7 +128,6 @@ template <typename V, typename Format, Activation kAct, bool kWithAct, bool kHel
 struct GatedGradient {
   static_assert(kAct == Activation::kSilu, "silu_gradient");
   static constexpr int kParts = V::kColumns / kPart;
-  static constexpr int kSlots = kWithAct ? 1 : 2;  // of halves of a part on their way
   const Params& p;
   Exchange<V> exchange;
   float scale, act_scale;
@@ -161,9 +160,10 @@ struct GatedGradient {
   }
 
   // Gates and ups of a lane's two rows come through shared memory: 16 bytes for each lane of a
-  // warp, gates, ups and the same of the second row. So they need no registers while they come.
+  // warp, gates, ups and the same of the second row. So they need no registers while they come. Two
+  // halves are on their way.
   __device__ __forceinline__ uint32_t slot_of(int half) const {
-    return exchange.hidden() + half % kSlots * kSlotBytes + warp() * (kSlotBytes / kEpilogueWarps) +
+    return exchange.hidden() + half * kSlotBytes + warp() * (kSlotBytes / kEpilogueWarps) +
            lane() * 16;
   }
   __device__ __forceinline__ void copy(uint32_t to, const uint16_t* from, bool exists) const {
@@ -288,9 +288,7 @@ struct GatedGradient {
   __device__ __forceinline__ uint32_t half_of(int part, uint32_t half) const {
     return exchange.tile + (part * kTileM + warp() * 32 + half * kHalfRows) * (kPart * 2);
   }
-  __device__ __forceinline__ uint32_t act_half_of(uint32_t half) const {
-    return exchange.act() + (warp() * 2 + half) * kKindBytes;
-  }
+  __device__ __forceinline__ uint32_t acts() const { return exchange.act() + warp() * kKindBytes; }
 
   // A lane's row of a half, 0 or 1.
   template <int kHalf, typename Copy>
@@ -312,7 +310,7 @@ struct GatedGradient {
   }
   template <int kHalf, typename Copy>
   __device__ __forceinline__ void step(int part, const Cursor& at, const Copy& copy_next) {
-    asm volatile("cp.async.wait_group %0;" ::"n"(kSlots - 1) : "memory");
+    asm volatile("cp.async.wait_group 1;" ::: "memory");
     const Codes codes = row_step<kHalf>(part, at, 0, [] {});
     const Codes codes_1 = row_step<kHalf>(part, at, 1, copy_next);
     __syncwarp();  // all have read what the codes take the place of
@@ -322,7 +320,7 @@ struct GatedGradient {
       store_both(to, codes.gates, codes_1.gates);
       store_both(to + kKindBytes, codes.ups, codes_1.ups);
     }
-    if constexpr (kWithAct) store_both(act_half_of(kHalf) + unit, codes.acts, codes_1.acts);
+    if constexpr (kWithAct) store_both(acts() + unit, codes.acts, codes_1.acts);
   }
   // Transposes the codes of a half: a pair of rows is an element of 16 bits.
   static __device__ __forceinline__ void store_both(uint32_t to, const uint32_t (&row)[2],
@@ -349,47 +347,53 @@ struct GatedGradient {
         : "memory");
   }
 
-  // Where the lane's first column of a part is in the columnwise copies. It writes 16 rows of two
-  // columns, as `next` elements apart.
-  struct Columns {
-    int64_t before, next;
-    int column, step, rows;  // column: behind the last one for rows that do not exist
+  // The warp's first column and row, which is a column of the columnwise copies.
+  struct Corner {
+    int column, token;
   };
-  __device__ __forceinline__ Columns columns_of(const Tile& tile) const {
-    const uint32_t half = lane() % 2;
-    const int first = static_cast<int>(column_at(lane() / 2));
-    const int step = static_cast<int>(column_at(lane() / 2 + 16)) - first;
-    const int token = tile.row + static_cast<int>(warp() * 32 + half * kHalfRows);
-    const int column = tile.column + first;
-    return {column * p.gated.ld + token, step * p.gated.ld,
-            token < p.gated.ld ? column : static_cast<int>(p.g.n), step,
-            static_cast<int>(p.g.m) - token};
+  static __device__ __forceinline__ Corner corner_of(const Tile& tile) {
+    return {tile.column, tile.row + static_cast<int>(warp() * 32)};
   }
   __device__ __forceinline__ void store_column(uint8_t* to, uint32_t from, int rows) const {
     uint4 v = load_shared(from);
     if (rows < kHalfRows) v = first_bytes(v, rows);
     store_16(to, v);
   }
-  // 32 rows and columns of the columnwise copies from shared memory.
-  __device__ __forceinline__ void store_columns(int part, const Columns& to) const {
-    const uint32_t half = lane() % 2, unit = (lane() / 2 ^ half * 4) * 16;
-    const uint32_t from = half_of(part, half) + unit, from_act = act_half_of(half) + unit;
+  // Calls `store` with where 16 rows of a column lie in a columnwise copy, and how many of them
+  // exist.
+  template <typename Store>
+  __device__ __forceinline__ void with_column(int column, int token, const Store& store) const {
+    if (column < p.g.n && token < p.gated.ld)
+      store(column * p.gated.ld + token, static_cast<int>(p.g.m) - token);
+  }
+  // 32 rows and columns of the gradient's columnwise copy from shared memory.
+  __device__ __forceinline__ void store_columns(int part, const Corner& at) const {
+    if (!kCodes || !p.gated.columnwise) return;
+    const uint32_t half = lane() % 2;
+    const uint32_t from = half_of(part, half) + (lane() / 2 ^ half * 4) * 16;
+    const int token = at.token + static_cast<int>(half * kHalfRows);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      if (to.column + i * to.step >= p.g.n) continue;
-      const int64_t at = to.before + i * to.next;
-      if (kCodes && p.gated.columnwise) {
-        store_column(p.gated.columnwise + at, from + i * 256, to.rows);
-        store_column(p.gated.columnwise + at + p.g.n * p.gated.ld, from + i * 256 + kKindBytes,
-                     to.rows);
-      }
-      if constexpr (kWithAct)
-        store_column(p.gated.act_columnwise + at, from_act + i * 256, to.rows);
+    for (uint32_t i = 0; i < 2; ++i) {
+      const int column = at.column + static_cast<int>(column_at(lane() / 2 + i * 16));
+      with_column(column, token, [&](int64_t to, int rows) {
+        store_column(p.gated.columnwise + to, from + i * 256, rows);
+        store_column(p.gated.columnwise + to + p.g.n * p.gated.ld, from + i * 256 + kKindBytes,
+                     rows);
+      });
+    }
+  }
+  // 16 rows and 32 columns of the activation's.
+  template <int kHalf>
+  __device__ __forceinline__ void store_acts(const Corner& at) const {
+    if constexpr (kWithAct) {
+      const int column = at.column + static_cast<int>(column_at(lane()));
+      with_column(column, at.token + kHalf * kHalfRows, [&](int64_t to, int rows) {
+        store_column(p.gated.act_columnwise + to, acts() + (lane() ^ kHalf * 4) * 16, rows);
+      });
     }
   }
 
-  // All tiles of the block. As many halves of hidden as there are slots are on their way while one
-  // is worked on.
+  // All tiles of the block.
   __device__ __forceinline__ void run() {
     const int rank = static_cast<int>(cluster_rank());
     const int turns = p.order.turns;
@@ -398,9 +402,9 @@ struct GatedGradient {
     Tile tile = tile_of(p.order, turn, rank, V::kColumns);
     Cursor at = cursor_of(tile);
     copy_hidden<0>(at);
-    if (kSlots == 2) copy_hidden<1>(at);
+    copy_hidden<1>(at);
     while (turn < turns) {
-      Columns columns = columns_of(tile);
+      Corner corner = corner_of(tile);
       turn += static_cast<int>(gridDim.x / 2);
       if (turn < turns) tile = tile_of(p.order, turn, rank, V::kColumns);
       barrier_wait(&exchange.handed()->full, phase);
@@ -414,22 +418,14 @@ struct GatedGradient {
           asm volatile("" : "+r"(tile.row), "+r"(tile.column));  // not before: registers are scarce
           at = cursor_of(tile);
         }
-        step<0>(part, current, [&] {
-          if (kSlots == 1)
-            copy_hidden<1>(current);
-          else
-            copy_hidden<0>(at);
-        });
-        step<1>(part, current, [&] {
-          if (kSlots == 1)
-            copy_hidden<0>(at);
-          else
-            copy_hidden<1>(at);
-        });
+        step<0>(part, current, [&] { copy_hidden<0>(at); });
+        if constexpr (kWithAct) __syncwarp();
+        store_acts<0>(corner);
+        step<1>(part, current, [&] { copy_hidden<1>(at); });
         __syncwarp();
-        store_columns(part, columns);
-        columns.before += kPart * p.gated.ld;
-        columns.column += kPart;
+        store_acts<1>(corner);
+        store_columns(part, corner);
+        corner.column += kPart;
       }
       __syncwarp();
       if (lane() == 0) barrier_arrive(&exchange.handed()->empty);
