@@ -99,9 +99,10 @@ def kernel_us(
     return summary(times[warmup:])
 
 
-def _in_turns(
+def in_turns(
     calls: list[Call], repeats: int, time_us: Callable[[Call], float]
 ) -> list[dict[str, float]]:
+    """Figures of calls that take turns, each in the time that ``time_us`` returns for it."""
     times: list[list[float]] = [[] for _ in calls]
     for i in range(repeats):
         for k in range(len(calls))[:: 1 if i % 2 == 0 else -1]:
@@ -116,7 +117,7 @@ def paired_us(
     for call in calls:
         for _ in range(warmup):
             call()
-    return _in_turns(calls, repeats, lambda call: _cold_us(call, clocks))
+    return in_turns(calls, repeats, lambda call: _cold_us(call, clocks))
 
 
 def paired_ms(calls: dict[str, Call], repeats: int, warmup: int = 3) -> dict[str, float]:
@@ -139,7 +140,7 @@ def running_us(
             call()
         return elapsed_us(lambda: [call() for _ in range(length)]) / length
 
-    return _in_turns(calls, repeats, time_us)
+    return in_turns(calls, repeats, time_us)
 
 
 def host_us(call: Call, calls: int = 200, rounds: int = 7, warmup: int = 20) -> float:

@@ -12,7 +12,6 @@ benchmarks/scaling_model.py reads the results; what it predicts of the layers is
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -34,19 +33,6 @@ SIZES = [64 << 10 << 2 * i for i in range(7)]  # bytes of the largest buffer: 64
 STACKS = (("bf16", False), ("delayed", True))
 
 
-def collective_us(call: Callable[[], Any], repeats: int = 15) -> float:
-    """Median over repetitions of the time that the last rank to come needs, cold L2."""
-    for _ in range(3):
-        call()
-    times = []
-    for _ in range(repeats):
-        distributed.barrier()
-        times.append(harness.kernel_us(call, 1, 0)["us"])
-    fastest = torch.tensor(times, device="cuda")
-    distributed.all_reduce(fastest, op=distributed.ReduceOp.MIN)
-    return statistics.median(fastest.tolist())
-
-
 def collective_times(group: Any, ranks: int) -> list[dict[str, Any]]:
     """Times of each collective by the size of its largest buffer, bf16."""
     gather = getattr(distributed, collectives.ALL_GATHER)
@@ -65,7 +51,9 @@ def collective_times(group: Any, ranks: int) -> list[dict[str, Any]]:
         other.zero_()
         for name, call in calls.items():
             row = {"collective": name, "ranks": ranks, "bytes": size}
-            rows.append({**row, "us": collective_us(call)})
+            # of the last rank to come, which waits for nobody
+            ms = llama.milliseconds(call, 15, 3, distributed.ReduceOp.MIN)
+            rows.append({**row, "us": ms * 1e3})
     return rows
 
 

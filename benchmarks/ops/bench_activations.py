@@ -18,6 +18,7 @@ a bf16 result between them. Each copy has 4 bytes more for 128 elements.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -102,14 +103,10 @@ def of_activation(case: Case) -> list[Row]:
     ]
     for kind in op.KINDS[1:] if case.is_first else ():
         fwd, bwd, fwd_fp8, bwd_fp8 = of(kind)
+        plain = partial(op.reference, kind=kind)
         rows += [
-            (f"{kind}_fwd", 4, fwd, {"torch": partial(op.reference, x, kind)}),
-            (
-                f"{kind}_bwd",
-                6,
-                bwd,
-                {"torch": harness.backward(partial(op.reference, kind=kind), [x], dy)},
-            ),
+            (f"{kind}_fwd", 4, fwd, {"torch": partial(plain, x)}),
+            (f"{kind}_bwd", 6, bwd, {"torch": harness.backward(plain, [x], dy)}),
             (f"{kind}_fwd_fp8, both", 4, fwd_fp8, {}),
             (f"{kind}_bwd_fp8, both", 6, bwd_fp8, {}),
         ]
@@ -194,17 +191,11 @@ def liger(x: torch.Tensor, grad: torch.Tensor) -> tuple[Callable[[], Any], Calla
     gate, up = (half.contiguous() for half in x.chunk(2, dim=1))
     over_gate, over_up = gate.clone(), up.clone()
 
-    def run_fwd() -> Any:
-        from liger_kernel.ops.swiglu import swiglu_forward
+    def run(way: str, *given: torch.Tensor) -> Any:
+        return getattr(importlib.import_module("liger_kernel.ops.swiglu"), way)(*given)
 
-        return swiglu_forward(gate, up)
-
-    def run_bwd() -> Any:
-        from liger_kernel.ops.swiglu import swiglu_backward
-
-        return swiglu_backward(over_gate, over_up, grad)
-
-    return run_fwd, run_bwd
+    forward = partial(run, "swiglu_forward", gate, up)
+    return forward, partial(run, "swiglu_backward", over_gate, over_up, grad)
 
 
 @harness.case("swiglu", GATED)
@@ -225,11 +216,8 @@ def rows_of(shape: tuple[int, int]) -> Iterator[harness.Row]:
     liger_fwd, liger_bwd = liger(x, grad)
     peers = {"torch": lambda: fwd(x), "liger": liger_fwd, **compile_peer(fwd, x)}
     yield row("swiglu_fwd", 6, lambda: swiglu.swiglu_fwd(x), peers)
-    peers = {
-        "torch": harness.backward(fwd, [x], grad),
-        "liger": liger_bwd,
-        **compile_peer(bwd, grad, x),
-    }
+    peers = {"torch": harness.backward(fwd, [x], grad), "liger": liger_bwd}
+    peers |= compile_peer(bwd, grad, x)
     yield row("swiglu_bwd", 10, lambda: swiglu.swiglu_bwd(grad, x), peers)
     fwd_to_fp8 = partial(swiglu.swiglu_fwd_fp8, x, None, scale, **both)
     peers = {"torch": lambda: fwd_fp8(x), **compile_peer(fwd_fp8, x)}
