@@ -240,10 +240,9 @@ def measure(
         except Exception as error:  # a peer's own limits are its own
             missing[f"{name} us"] = f"not run: {type(error).__name__}"
     ours, *theirs = paired_us([call, *running.values()], repeats, clocks=_AHEAD)
-    ceiling = copy_us(num_bytes)["us"]
     shape = shape if isinstance(shape, str) else text_of(shape)
-    row = {"function": function, "shape": shape, **extra, **ours}
-    row |= {"TB/s": terabytes_per_second(num_bytes, ours["us"]), "of copy": ceiling / ours["us"]}
+    rates_of_call = rates(num_bytes, ours["us"])
+    row = {"function": function, "shape": shape, **extra, **ours, **rates_of_call}
     for name, times in zip(running, theirs, strict=True):
         row |= {f"{name} us": times["us"], f"over {name}": times["us"] / ours["us"]}
     return row | missing
@@ -298,6 +297,10 @@ def in_graph(function: str, call: Callable[[], Any], shape: str = "64x4096 in a 
 
 def terabytes_per_second(num_bytes: int, microseconds: float) -> float:
     return num_bytes / microseconds / 1e6
+
+
+def rates(num_bytes: int, us: float) -> dict[str, float]:
+    return {"TB/s": terabytes_per_second(num_bytes, us), "of copy": copy_us(num_bytes)["us"] / us}
 
 
 CASES: dict[str, list[Callable[[], Iterable[Row]]]] = {}  # by results file, as ``case`` adds them

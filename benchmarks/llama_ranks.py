@@ -69,18 +69,22 @@ def without_peer_memory() -> AbstractContextManager[Any]:
     return mock.patch.object(_tensor_parallel, "peer_memory", lambda *_: None)  # noqa: PT008
 
 
-def copies_instead() -> AbstractContextManager[Any]:
-    """Collectives of the modules replaced by copies of the same bytes on the device."""
+def copies_instead(copies: bool = True) -> AbstractContextManager[Any]:
+    """Collectives of the modules replaced by copies of the same bytes on the device, or left out.
+
+    Left out, they leave what the allocator's memory holds: values of steps before.
+    """
 
     def gather(x: torch.Tensor, group: Any) -> collectives.Pending:
         out = x.new_empty((x.shape[0] * collectives.world_size(group), *x.shape[1:]))
-        for part in out.chunk(collectives.world_size(group)):
+        for part in out.chunk(collectives.world_size(group)) if copies else ():
             part.copy_(x)
         return collectives.Pending(out)
 
     def scatter(x: torch.Tensor, group: Any, out: Any = None) -> collectives.Pending:
         part = x.chunk(collectives.world_size(group))[0]
-        return collectives.Pending(part.clone() if out is None else out.copy_(part))
+        out = torch.empty_like(part) if out is None else out
+        return collectives.Pending(out.copy_(part) if copies else out)
 
     rows = {"all_gather_rows": gather, "reduce_scatter_rows": scatter}
     return mock.patch.multiple(_tensor_parallel, **rows)

@@ -26,7 +26,6 @@ from torch import distributed
 
 from apex_te import recipe
 from apex_te.comm import collectives
-from apex_te.module._core import tensor_parallel as _tensor_parallel
 
 LAYERS = 4
 SIZES = [64 << 10 << 2 * i for i in range(7)]  # bytes of the largest buffer: 64 KB to 256 MB
@@ -59,18 +58,7 @@ def collective_times(group: Any, ranks: int) -> list[dict[str, Any]]:
 
 @contextmanager
 def stand_ins(copies: bool) -> Iterator[None]:
-    """Collectives of TP and FSDP2 replaced by copies of the same bytes on the device, or left out.
-
-    Left out, they leave what the allocator's memory holds: values of steps before.
-    """
-
-    def gather_rows(x: torch.Tensor, group: Any) -> collectives.Pending:
-        ranks = collectives.world_size(group)
-        return collectives.Pending(x.new_empty((x.shape[0] * ranks, *x.shape[1:])))
-
-    def scatter_rows(x: torch.Tensor, group: Any, out: Any = None) -> collectives.Pending:
-        rows = x.shape[0] // collectives.world_size(group)
-        return collectives.Pending(x.new_empty((rows, *x.shape[1:])) if out is None else out)
+    """Replaces collectives of FSDP2, too, as ``llama_ranks.copies_instead`` does."""
 
     def gather(output_tensor: Any, input_tensor: Any, **_: Any) -> None:
         if copies:
@@ -87,9 +75,7 @@ def stand_ins(copies: bool) -> Iterator[None]:
     calls = {
         name: call for name, call in (gathers | scatters).items() if hasattr(distributed, name)
     }
-    rows = {"all_gather_rows": gather_rows, "reduce_scatter_rows": scatter_rows}
-    apart = llama.copies_instead() if copies else mock.patch.multiple(_tensor_parallel, **rows)
-    with apart, mock.patch.multiple(distributed, **calls):
+    with llama.copies_instead(copies), mock.patch.multiple(distributed, **calls):
         yield
 
 
