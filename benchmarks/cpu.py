@@ -28,6 +28,7 @@ from torch.nn import functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parent / "ops"))
 import bench_activations
 import bench_bias_dropout_add
+import bench_multi_tensor
 import bench_quantizers
 import bench_rope
 import harness
@@ -239,29 +240,21 @@ def lists(dtype: torch.dtype) -> Rows:
     flag, inverse, scales = torch.zeros(1), torch.ones(1), [ONE] * 8
     codes = [torch.empty_like(x, dtype=E4M3) for x in xs]
     mine, mm, vv = ([t.clone() for t in tensors] for tensors in (p, m, v))
-    steps = [torch.ones(()) for _ in p]
     op, optim = multi_tensor, multi_tensor_optim
 
     def foreach_axpby() -> None:
         torch._foreach_mul_(ys, 0.5)
         torch._foreach_add_(ys, xs, alpha=0.5)
 
-    adamw = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.1, "eps": 1e-8}
-    fused_adamw = partial(
-        torch._fused_adamw_, mine, xs, mm, vv, [], steps, **adamw, amsgrad=False, maximize=False
-    )
-    nesterov = {"dampening": 0.0, "nesterov": False, "maximize": False, "is_first_step": False}
-    fused_sgd = partial(
-        torch._fused_sgd_, mine, xs, mm, weight_decay=0.1, momentum=0.9, lr=1e-3, **nesterov
-    )
-    decay: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.1}
+    decay: dict[str, Any] = bench_multi_tensor.DECAY
 
     def each(reference: Callable[..., Any], *tensors: list[torch.Tensor], **more: Any) -> Any:
         return lambda: [reference(*ts, **decay, **more) for ts in zip(*tensors, strict=True)]
 
     is_wide = dtype is torch.float32
-    adam = fused_adamw if is_wide else each(optim.reference_adam, p, xs, m, v, step=5)
-    sgd = fused_sgd if is_wide else each(optim.reference_sgd, p, xs, m, momentum=0.9)
+    adamw, plain_sgd = bench_multi_tensor.torch_adamw, bench_multi_tensor.torch_sgd
+    adam = adamw(mine, xs, mm, vv) if is_wide else each(optim.reference_adam, p, xs, m, v, step=5)
+    sgd = plain_sgd(mine, xs, mm) if is_wide else each(optim.reference_sgd, p, xs, m, momentum=0.9)
     lamb = each(optim.reference_lamb, p, xs, m, v, step=5)
     unscale = partial(torch._amp_foreach_non_finite_check_and_unscale_, xs, flag, inverse)
     calls: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {

@@ -99,9 +99,10 @@ def kernel_us(
     return summary(times[warmup:])
 
 
-def _in_turns(
+def in_turns(
     calls: list[Call], repeats: int, time_us: Callable[[Call], float]
 ) -> list[dict[str, float]]:
+    """Figures of calls that take turns, each in the time that ``time_us`` returns for it."""
     times: list[list[float]] = [[] for _ in calls]
     for i in range(repeats):
         for k in range(len(calls))[:: 1 if i % 2 == 0 else -1]:
@@ -116,7 +117,7 @@ def paired_us(
     for call in calls:
         for _ in range(warmup):
             call()
-    return _in_turns(calls, repeats, lambda call: _cold_us(call, clocks))
+    return in_turns(calls, repeats, lambda call: _cold_us(call, clocks))
 
 
 def paired_ms(calls: dict[str, Call], repeats: int, warmup: int = 3) -> dict[str, float]:
@@ -139,7 +140,7 @@ def running_us(
             call()
         return elapsed_us(lambda: [call() for _ in range(length)]) / length
 
-    return _in_turns(calls, repeats, time_us)
+    return in_turns(calls, repeats, time_us)
 
 
 def host_us(call: Call, calls: int = 200, rounds: int = 7, warmup: int = 20) -> float:
@@ -239,10 +240,9 @@ def measure(
         except Exception as error:  # a peer's own limits are its own
             missing[f"{name} us"] = f"not run: {type(error).__name__}"
     ours, *theirs = paired_us([call, *running.values()], repeats, clocks=_AHEAD)
-    ceiling = copy_us(num_bytes)["us"]
     shape = shape if isinstance(shape, str) else text_of(shape)
-    row = {"function": function, "shape": shape, **extra, **ours}
-    row |= {"TB/s": terabytes_per_second(num_bytes, ours["us"]), "of copy": ceiling / ours["us"]}
+    rates_of_call = rates(num_bytes, ours["us"])
+    row = {"function": function, "shape": shape, **extra, **ours, **rates_of_call}
     for name, times in zip(running, theirs, strict=True):
         row |= {f"{name} us": times["us"], f"over {name}": times["us"] / ours["us"]}
     return row | missing
@@ -297,6 +297,10 @@ def in_graph(function: str, call: Callable[[], Any], shape: str = "64x4096 in a 
 
 def terabytes_per_second(num_bytes: int, microseconds: float) -> float:
     return num_bytes / microseconds / 1e6
+
+
+def rates(num_bytes: int, us: float) -> dict[str, float]:
+    return {"TB/s": terabytes_per_second(num_bytes, us), "of copy": copy_us(num_bytes)["us"] / us}
 
 
 CASES: dict[str, list[Callable[[], Iterable[Row]]]] = {}  # by results file, as ``case`` adds them

@@ -33,6 +33,14 @@ def rank_of_job() -> Iterator[int]:
     distributed.destroy_process_group()
 
 
+def report(name: str, rows: Callable[[], Iterator[harness.Row]]) -> None:
+    """Measures rows on all ranks of torchrun's job, and reports those of the first."""
+    with rank_of_job() as rank:
+        found = list(rows())
+        if rank == 0:
+            harness.report(name, found)
+
+
 def layer(ranks: int = 1, group: Any = None) -> torch.nn.Module:
     split = ranks > 1
     return stacks.layer(
@@ -61,35 +69,42 @@ def without_peer_memory() -> AbstractContextManager[Any]:
     return mock.patch.object(_tensor_parallel, "peer_memory", lambda *_: None)  # noqa: PT008
 
 
-def copies_instead() -> AbstractContextManager[Any]:
-    """Collectives of the modules replaced by copies of the same bytes on the device."""
+def copies_instead(copies: bool = True) -> AbstractContextManager[Any]:
+    """Collectives of the modules replaced by copies of the same bytes on the device, or left out.
+
+    Left out, they leave what the allocator's memory holds: values of steps before.
+    """
 
     def gather(x: torch.Tensor, group: Any) -> collectives.Pending:
         out = x.new_empty((x.shape[0] * collectives.world_size(group), *x.shape[1:]))
-        for part in out.chunk(collectives.world_size(group)):
+        for part in out.chunk(collectives.world_size(group)) if copies else ():
             part.copy_(x)
         return collectives.Pending(out)
 
     def scatter(x: torch.Tensor, group: Any, out: Any = None) -> collectives.Pending:
         part = x.chunk(collectives.world_size(group))[0]
-        return collectives.Pending(part.clone() if out is None else out.copy_(part))
+        out = torch.empty_like(part) if out is None else out
+        return collectives.Pending(out.copy_(part) if copies else out)
 
     rows = {"all_gather_rows": gather, "reduce_scatter_rows": scatter}
     return mock.patch.multiple(_tensor_parallel, **rows)
 
 
-def of_slowest(times: list[float]) -> float:
-    slowest = torch.tensor(times, device="cuda")
-    distributed.all_reduce(slowest, op=distributed.ReduceOp.MAX)
-    return statistics.median(slowest.tolist())
+def of_ranks(times: list[float], op: Any = distributed.ReduceOp.MAX) -> float:
+    """Median of times that are reduced over the ranks, by default to the slowest rank's."""
+    found = torch.tensor(times, device="cuda")
+    distributed.all_reduce(found, op=op)
+    return statistics.median(found.tolist())
 
 
-def milliseconds(run: Callable[[], None], repeats: int = 25) -> float:
-    """Median over steps of the slowest rank's time, cold L2."""
-    for _ in range(6):
+def milliseconds(
+    run: Callable[[], Any], repeats: int = 25, warmup: int = 6, op: Any = distributed.ReduceOp.MAX
+) -> float:
+    """``of_ranks`` of a step's times that begin together, cold L2."""
+    for _ in range(warmup):
         run()
     times = []
     for _ in range(repeats):
         distributed.barrier()
         times.append(harness.kernel_us(run, 1, 0)["us"] / 1e3)
-    return of_slowest(times)
+    return of_ranks(times, op)

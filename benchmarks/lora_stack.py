@@ -104,10 +104,13 @@ def make_stack(
     return nn.Sequential(*made)
 
 
-def tensor_bytes(tensor: torch.Tensor) -> int:
-    """Returns the bytes of a tensor, or of those that a tensor subclass holds."""
+def plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Returns a tensor, or those that a tensor subclass holds."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
-        return tensor.numel() * tensor.element_size()
-    names, _ = flatten()
-    return sum(tensor_bytes(getattr(tensor, name)) for name in names)
+        return [tensor]
+    return [part for name in flatten()[0] for part in plain_tensors(getattr(tensor, name))]
+
+
+def tensor_bytes(tensor: torch.Tensor) -> int:
+    return sum(part.numel() * part.element_size() for part in plain_tensors(tensor))

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import harness
 import torch
-from lora_stack import tensor_bytes
+from lora_stack import plain_tensors, tensor_bytes
 
 import apex_te
 from apex_te import recipe
@@ -97,7 +97,7 @@ class Saved:
         self._kept: list[torch.Tensor] = []  # so that no address is used twice
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        parts = [part for part in _plain(tensor) if part.untyped_storage().nbytes()]
+        parts = [part for part in plain_tensors(tensor) if part.untyped_storage().nbytes()]
         if all(part.untyped_storage().data_ptr() in self.known for part in parts):
             return tensor
         if self.offload:
@@ -116,11 +116,6 @@ class Saved:
         return copied.to(device)
 
 
-def _plain(tensor: torch.Tensor) -> list[torch.Tensor]:
-    flatten = getattr(tensor, "__tensor_flatten__", None)
-    return [tensor] if flatten is None else [getattr(tensor, name) for name in flatten()[0]]
-
-
 def activation_rows(
     hidden: int, tokens: tuple[int, int], device: str, layer: Callable[[], torch.nn.Module]
 ) -> list[dict[str, Any]]:
@@ -131,7 +126,7 @@ def activation_rows(
     for name, scaling in recipes.items():
         module = layer()
         x = torch.randn(*tokens, hidden, device=device, dtype=torch.bfloat16, requires_grad=True)
-        inner = [part for p in module.parameters() for part in _plain(p)]
+        inner = [part for p in module.parameters() for part in plain_tensors(p)]
         known = {part.untyped_storage().data_ptr() for part in inner}
         for way in ("saved", "small", "recomputed", "offloaded"):
             save = "small" if way == "small" else "all"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
@@ -52,7 +51,7 @@ def run(name: str, doc: str | None, measured: Measured, sizes: Any, tiny_sizes: 
 
     ``measured`` is a function of a module; the first rank reports its rows as ``name``.
     """
-    parser = argparse.ArgumentParser(description=doc, allow_abbrev=False)
+    parser = harness.parser(doc)
     parser.add_argument("--tiny", action="store_true", help="two ranks on the CPU, small sizes")
     tiny = parser.parse_args().tiny
     gpus = torch.cuda.device_count()

@@ -30,6 +30,10 @@ TRANSFORMER_ENGINE = "Transformer Engine"
 Autocast = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
+def recipes(*names: str) -> dict[str, recipe.Recipe | None]:
+    return {name: RECIPES[name] for name in names}
+
+
 def _arguments(
     hidden: int, ffn: int, heads: int, groups: int, llama: bool, **options: Any
 ) -> dict[str, Any]:

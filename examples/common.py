@@ -21,7 +21,7 @@ from torch import nn
 
 import apex_te
 from apex_te.fp8.arguments import add_fp8_arguments, recipe_from_arguments
-from apex_te.ops.product_count import fp8_gemm_count
+from apex_te.ops.gemm_common import fp8_gemm_count
 from apex_te.recipe import DelayedScaling, Recipe, make_recipe
 
 # Every recipe, by the names of the command line: recipe and format (None: the recipe's own).

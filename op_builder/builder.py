@@ -6,7 +6,6 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Sequence
 from types import ModuleType
 from typing import ClassVar
 
@@ -14,7 +13,6 @@ from .apex_members import ApexMembers
 from .builtin import OPS
 from .jit.backends import library, pybind
 from .jit.backends.archs import Arch, Capability, initialised_capabilities
-from .jit.backends.library import Step
 from .jit.build.service import load_extension, open_library
 from .jit.errors import BuildError, DuplicateOpError, UnknownOpError
 from .jit.find.cache import OpenedLibrary, look_up
@@ -49,9 +47,13 @@ class OpBuilder(ApexMembers, OpSpec):
             tell(f"apex_te: {self.NAME}: {reason}")
         return not reason
 
-    def exports(self) -> pybind.Exports:
-        """Returns the names that the op's pybind11 extension defines, without compiling it."""
-        return pybind.exports(self)
+    # What a build computes of an op.
+    key = key_of
+    compile_flags = library.compile_flags
+    key_flags = library.key_flags
+    compiler_version = library.compiler_version
+    build_steps = library.build_steps
+    exports = pybind.exports
 
     def builder(self) -> OpBuilder:
         """Returns this builder, for code that calls ``builder()`` on apex's builders."""
@@ -129,40 +131,6 @@ class OpBuilder(ApexMembers, OpSpec):
             if device == "cpu" or initialised_capabilities():
                 open_library(self, device, None, force=force, verbose=verbose)
         return importlib.import_module(self.absolute_name())
-
-    def key(self, device: str) -> str:
-        """Returns the cache key of the library for ``device``: a SHA-256, 64 hexadecimal digits."""
-        return key_of(self, device)
-
-    def compile_flags(self, kind: str) -> list[str]:
-        """Returns all compiler flags for "cpu" (``.cpp``) or "cuda" sources, without archs."""
-        return library.compile_flags(self, kind)
-
-    def key_flags(self, device: str) -> list[str]:
-        """Returns the compiler and linker flags in the cache key, without archs."""
-        return library.key_flags(self, device)
-
-    def compiler_version(self, device: str, archs: Sequence[Arch] = ()) -> str:
-        """Returns the version text of the compilers that would build the library.
-
-        Args:
-            device: "cpu" or "cuda".
-            archs: GPU archs to build for, which nvcc must support; not read for "cpu".
-        """
-        return library.compiler_version(self, device, archs)
-
-    def build_steps(
-        self, device: str, archs: Sequence[Arch], folder: str, output: str
-    ) -> list[Step]:
-        """Returns the commands that compile and link the library, in order, without running them.
-
-        Args:
-            device: "cpu" or "cuda".
-            archs: GPU archs to compile for; not read for "cpu".
-            folder: folder of the object files.
-            output: path of the library.
-        """
-        return library.build_steps(self, device, archs, folder, output)
 
 
 class CPUOpBuilder(OpBuilder):

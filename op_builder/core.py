@@ -16,7 +16,6 @@ from .spec import JaxHandlersSpec
 class CoreBuilder(DispatcherSpec, CPUOpBuilder):
     """Builder of the dispatcher, which is compiled and cached as ops are."""
 
-    NAME = DispatcherSpec.NAME
     BUILD_VAR = DispatcherSpec.BUILD_VAR
 
     def _load(self, verbose: bool, force: bool) -> ModuleType:
@@ -28,7 +27,6 @@ class CoreBuilder(DispatcherSpec, CPUOpBuilder):
 class JaxBuilder(JaxHandlersSpec, CPUOpBuilder):
     """Builder of the handler library, which is compiled and cached as ops are."""
 
-    NAME = JaxHandlersSpec.NAME
     BUILD_VAR = JaxHandlersSpec.BUILD_VAR
 
 

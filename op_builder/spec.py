@@ -143,16 +143,13 @@ class OpSpec:
             names = sorted(os.listdir(self.root / "csrc" / self.NAME))
         except FileNotFoundError:
             return []
-        if self.BINDING == "pybind11":
-            mine = [name for name in names if name.endswith((".cpp", ".cu"))]
-        else:
-            mine = [name for name in names if name.endswith((".cpp", ".cu"))]
-            for name in mine:
-                if not (name.startswith(f"{self.NAME}_") and name.endswith(_SOURCE_ENDINGS)):
-                    raise BuildError(
-                        f"{self.NAME}: csrc/{self.NAME} must have sources named "
-                        f"{self.NAME}_*_cpu.cpp and {self.NAME}_*_cuda.cu alone, got {name}"
-                    )
+        mine = [name for name in names if name.endswith((".cpp", ".cu"))]
+        for name in mine if self.BINDING == "c" else ():
+            if not (name.startswith(f"{self.NAME}_") and name.endswith(_SOURCE_ENDINGS)):
+                raise BuildError(
+                    f"{self.NAME}: csrc/{self.NAME} must have sources named "
+                    f"{self.NAME}_*_cpu.cpp and {self.NAME}_*_cuda.cu alone, got {name}"
+                )
         return [f"csrc/{self.NAME}/{name}" for name in mine]
 
     def include_paths(self) -> list[str]:
@@ -205,11 +202,6 @@ class OpSpec:
         """True if another package than apex_te declares the op."""
         return self.root != SUITE
 
-    @property
-    def suite_root(self) -> str:
-        """Folder of apex_te, whose headers another package's op may use; "" for apex_te's ops."""
-        return str(SUITE) if self.is_outside else ""
-
     def _root_hint(self) -> str:
         """Returns advice to set ``ROOT``, for messages about missing files; "" if it is set."""
         if self.is_outside:
@@ -220,11 +212,6 @@ class OpSpec:
     def prebuilt_folder(self) -> str:
         """Folder of the installed package in which libraries compiled at install time lie."""
         return str(self.root / "prebuilt")
-
-    @property
-    def exports_c_functions(self) -> bool:
-        """True if the dispatcher opens the op's libraries, False if Python imports the library."""
-        return self.BINDING == "c"
 
     def check_device(self, device: str) -> None:
         """Raises ``UnknownOpError`` if the op is not implemented for ``device``."""

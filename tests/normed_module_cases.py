@@ -20,7 +20,7 @@ from module_cases import (
 )
 
 from apex_te import fp8_autocast
-from apex_te.ops.product_count import fp8_gemm_count
+from apex_te.ops.gemm_common import fp8_gemm_count
 
 NORMS = [("LayerNorm", False), ("LayerNorm", True), ("RMSNorm", False), ("RMSNorm", True)]
 

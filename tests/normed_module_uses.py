@@ -10,7 +10,7 @@ from normed_module_cases import NormedModuleBase
 
 from apex_te import flush_fp8_state, fp8_autocast
 from apex_te.fp8.delayed.state import TENSORS
-from apex_te.ops.product_count import fp8_gemm_count
+from apex_te.ops.gemm_common import fp8_gemm_count
 from apex_te.recipe import DelayedScaling
 
 

@@ -25,6 +25,7 @@ if _typing.TYPE_CHECKING:  # for type checkers; at run time each module is impor
     from . import emulated_gemm as emulated_gemm
     from . import focal_loss as focal_loss
     from . import fp8_gemm as fp8_gemm
+    from . import gemm_common as gemm_common
     from . import grouped_cast as grouped_cast
     from . import grouped_gemm as grouped_gemm
     from . import grouped_quantize as grouped_quantize
@@ -37,7 +38,6 @@ if _typing.TYPE_CHECKING:  # for type checkers; at run time each module is impor
     from . import multi_tensor_optim as multi_tensor_optim
     from . import mx_quantize as mx_quantize
     from . import peer_exchange as peer_exchange
-    from . import product_count as product_count
     from . import qkv_cast as qkv_cast
     from . import rms_norm as rms_norm
     from . import rope as rope

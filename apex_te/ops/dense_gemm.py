@@ -11,10 +11,10 @@ import torch
 
 from .. import runtime
 from ..runtime.device import nvidia_capability
-from . import fp8_gemm, product_count
-from ._gemm_arguments import check_operands, prepare
+from . import fp8_gemm, gemm_common
 from .binding import bind, checked, note_written
 from .fp8_output import FP8_DTYPES
+from .gemm_common import check_operands, prepare
 
 __all__ = ["dense_gemm", "has_dense_fp8", "multiplies", "multiply_into", "reference"]
 
@@ -126,7 +126,7 @@ def multiply_into(a, b, a_scale_inv, b_scale_inv, out, bias, residual, accumulat
     """
     results = out.data_ptr() | (0 if residual is None else residual.data_ptr())
     if multiplies(a, b) and results % 16 == 0:
-        product_count.add()
+        gemm_common.count_gemms()
         _lib.dense_gemm(
             a, b, a_scale_inv, b_scale_inv, out, bias, residual, accumulate, promotion, 0, 0,
             STREAM_RESULTS,

@@ -12,11 +12,11 @@ import torch
 from .. import runtime
 from ..op_builder.jit import env
 from ..runtime.op_options import BLOCK_SCALES, gated_activation_number
-from . import dense_gemm, product_count, swiglu
-from ._gemm_arguments import check_operands, prepare
+from . import dense_gemm, gemm_common, swiglu
 from .binding import Launch, bind, checked, note_written, under_name
 from .block_quantize import block_quantize, quantize_into, scale_shape
 from .fp8_output import FP8Output, check_fp8_dtype, columnwise_length
+from .gemm_common import check_operands, prepare
 
 _lib = runtime.ops("dense_gemm")
 
@@ -370,7 +370,7 @@ def _ran(launch):
     """Runs a ``Launch``; returns False without one."""
     if launch is None:
         return False
-    product_count.add()
+    gemm_common.count_gemms()
     launch.function(*launch.args)
     return True
 

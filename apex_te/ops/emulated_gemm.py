@@ -13,12 +13,11 @@ from __future__ import annotations
 import torch
 
 from ..runtime.named_arguments import find_former_functions
-from . import hif8, product_count
-from ._gemm_arguments import bias_dtype
+from . import gemm_common, hif8
 from .binding import bind_call, check_dense, checked
 from .block_quantize import block_dequantize
+from .gemm_common import bias_dtype, float32_product, product_into
 from .mx_quantize import mx_dequantize
-from .product_count import float32_product, product_into
 
 _OUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -227,7 +226,7 @@ def _issue(kind, a, b, a_scale, b_scale, out, bias, accumulate):
 
 
 def _run(kind, a, b, a_scale, b_scale, out, bias, accumulate):
-    product_count.add()
+    gemm_common.count_gemms()
     # A GEMM in bfloat16 would be slow on the CPU, and in blocks inexact for any scale.
     dtype = torch.bfloat16 if a.is_cuda else torch.float32
     scale = None

@@ -11,13 +11,12 @@ from torch.autograd import forward_ad
 from .. import runtime
 from ..runtime.scratch_sizes import GEMM_BYTES as WORKSPACE_BYTES
 from ..runtime.tracing import dispatch_modes, is_traced, jit_tracing, transforms_active
-from . import gemm_tuning, product_count, reference_codec
-from ._gemm_arguments import bias_dtype as bias_dtype
-from ._gemm_arguments import check_addend, prepare
+from . import gemm_common, gemm_tuning, reference_codec
 from .binding import WORKSPACE, Launch, bind, checked, increment_version, note_written
 from .block_quantize import ROW_MULTIPLE
 from .cast_transpose import cast_transpose
-from .product_count import float32_product
+from .gemm_common import bias_dtype as bias_dtype
+from .gemm_common import check_addend, float32_product, prepare
 
 _lib = runtime.ops("fp8_gemm")
 
@@ -166,7 +165,7 @@ def bound_product(
         return None
     bias = None if bias is None else bias.to(bias_dtype(out_dtype))
     scratch, gemm = runtime.workspace(b.device, WORKSPACE_BYTES), _lib.fp8_gemm
-    count = product_count.add
+    count = gemm_common.count_gemms
 
     def product(a: torch.Tensor, a_scale_inv: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         if not _left_is_taken(a, out):
@@ -198,7 +197,7 @@ def _first_rows(out: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def _run(a, b, a_scale_inv, b_scale_inv, out, bias, c, aux, accumulate, use_split_accumulator):
-    product_count.add()
+    gemm_common.count_gemms()
     operands = (a, b, a_scale_inv, b_scale_inv)
     if a.is_cuda and is_taken(a, b, c, out):
         _run_cuda(operands, out, bias, c, aux, accumulate, use_split_accumulator)
@@ -389,7 +388,7 @@ def _run_block(
 
     ``out`` is [M, N], or [M rounded up to ``ROW_MULTIPLE``, N], whose last rows mean nothing.
     """
-    product_count.add()
+    gemm_common.count_gemms()
     operands, blocks = (a, b, a_scale_inv, b_scale_inv), (a_block_rows, b_block_rows)
     if a.is_cuda and _blocks_are_taken(operands, c, out):
         run = _run_block_rows if a.shape[0] % ROW_MULTIPLE else _run_block_cuda

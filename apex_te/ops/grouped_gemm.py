@@ -21,7 +21,7 @@ import torch
 from .. import runtime
 from ..runtime.device import nvidia_capability
 from ..runtime.tracing import is_traced
-from . import product_count
+from . import gemm_common
 from .binding import Launch, bind, check_dense, checked, note_written
 from .block_quantize import block_dequantize
 from .grouped_quantize import ALIGN, Groups, block_values_of_columns, check_rows, decode, scale_rows
@@ -248,7 +248,7 @@ def scaled_multiply_groups(
         ValueError: shapes do not match, or ``groups`` was made for another number of rows.
     """
     _check_operands("scaled_multiply_groups", a, b, groups)
-    product_count.add()
+    gemm_common.count_gemms()
     if multiplies_codes(a, b):  # the kernel checks the rest
         out = torch.empty((a.shape[0], b.shape[1]), dtype=torch.bfloat16, device=a.device)
         _multiply(a, a_scale_inv, b, b_scale_inv, groups.ends, out, not fast)
@@ -304,7 +304,7 @@ def scaled_contract_groups(
         raise TypeError(f"scaled_contract_groups: ends must be int32 [groups], got {actual}")
     shape = (ends.numel(), a.shape[0], b.shape[0])
     _check_out("scaled_contract_groups", out, accumulate, shape)
-    product_count.add()
+    gemm_common.count_gemms()
     if multiplies_codes(a, b):
         made, adds = _result(a, shape, wide, out, accumulate)
         _contract(a, a_scale_inv, b, b_scale_inv, ends, made, not fast, adds)
@@ -393,7 +393,7 @@ def block_multiply_groups(
         name, a=a, b=b, a_scale_inv=a_scale_inv, b_scale_inv=b_scale_inv, groups=groups.table
     )
     _check_operands(name, a, b, groups)
-    product_count.add()
+    gemm_common.count_gemms()
     out = torch.empty((a.shape[0], b.shape[1]), dtype=torch.bfloat16, device=a.device)
     _block_multiply(a, a_scale_inv, b, b_scale_inv, groups.ends, out)
     return out
@@ -457,7 +457,7 @@ def block_contract_groups(
     )  # fmt: skip
     shape = (groups.num_groups, a.shape[0], b.shape[0])
     _check_out("block_contract_groups", out, accumulate, shape)
-    product_count.add()
+    gemm_common.count_gemms()
     made, adds = _result(a, shape, wide, out, accumulate)
     operands = a, a_scale_inv, b, b_scale_inv
     _block_contract(*operands, groups.column_ends, made, adds, b_block_rows)

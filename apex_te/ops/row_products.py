@@ -17,9 +17,9 @@ import torch
 from torch.nn import functional
 
 from ..runtime.tracing import is_traced
+from .gemm_common import float32_product
 from .grouped_gemm import block_multiply_groups, has_grouped_products, multiplies_codes
 from .grouped_quantize import Groups
-from .product_count import float32_product
 
 __all__ = ["row_block_product", "row_product", "row_scaled_product"]
 

@@ -7,12 +7,11 @@ import torch
 from .. import runtime
 from ..runtime.device import has_fp8_products, nvidia_capability
 from ..runtime.scratch_sizes import GEMM_BYTES as WORKSPACE_BYTES
-from . import product_count, reference_codec
-from ._gemm_arguments import check_addend, check_operands, prepare
+from . import gemm_common, reference_codec
 from .binding import bind_call, check_dense, checked, note_written
 from .emulated_gemm import emulated_fp8_gemm
 from .fp8_gemm import decoded, is_taken, multiply_into, run_empty
-from .product_count import float32_product
+from .gemm_common import check_addend, check_operands, float32_product, prepare
 
 _lib = runtime.ops("fp8_gemm")
 
@@ -84,7 +83,7 @@ def rowwise_gemm(
 
 def _run(a, b, a_scale_inv, b_scale_inv, out, bias, c, accumulate, use_split_accumulator):
     if a.shape[1] == 0 or out.numel() == 0:
-        product_count.add()
+        gemm_common.count_gemms()
         run_empty(out, bias, c, None, accumulate)
         return
     if b_scale_inv is None:
@@ -103,7 +102,7 @@ def _run(a, b, a_scale_inv, b_scale_inv, out, bias, c, accumulate, use_split_acc
         except NotImplementedError:
             pass  # cuBLASLt does not multiply these dtypes so
         else:
-            product_count.add()
+            gemm_common.count_gemms()
             if out is not target:
                 target.copy_(out)
             return
@@ -132,7 +131,7 @@ def _applies_scales(operands, c, out) -> bool:
 def _sums(a, b, use_split_accumulator) -> torch.Tensor:
     """Returns ``a @ b.T`` of the data without scales, in float32."""
     if not a.is_cuda:
-        product_count.add()
+        gemm_common.count_gemms()
         values = decoded("rowwise_gemm", a, b)
         return float32_product(next(values), next(values).t())
     one = torch.ones(1, device=a.device)

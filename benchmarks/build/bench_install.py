@@ -166,7 +166,7 @@ WHERE = "gpu_machine" if torch.cuda.is_available() else "cpu"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = harness.parser(__doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--archs", default="8.0;9.0;10.0", help="of the wheel with all CUDA ops")
     options = parser.parse_args()

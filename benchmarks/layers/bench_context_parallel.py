@@ -111,9 +111,5 @@ def measured(sizes: Sizes, device: torch.device) -> list[dict[str, Any]]:
     return rows
 
 
-def main() -> None:
-    rank_runs.run("context_parallel", __doc__, measured, LLAMA, TINY)
-
-
 if __name__ == "__main__":
-    main()
+    rank_runs.run("context_parallel", __doc__, measured, LLAMA, TINY)

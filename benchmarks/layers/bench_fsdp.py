@@ -24,7 +24,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 import _path  # noqa: F401
 import harness
 import torch
-from llama_ranks import HIDDEN, TOKENS, of_slowest, rank_of_job, sharded
+from llama_ranks import HIDDEN, TOKENS, of_ranks, report, sharded
 from torch import distributed
 
 import apex_te
@@ -111,7 +111,7 @@ def measured(runs: dict[str, Callable[[], Any]], repeats: int = 12) -> dict[str,
                 torch.cuda.synchronize()
                 row = harness.kernel_us(lambda run=run: [run() for _ in range(IN_A_ROW)], 1, 0)
                 found["ms in a row"].append(row["us"] / 1e3 / IN_A_ROW)
-    return {name: {key: of_slowest(v) for key, v in found.items()} for name, found in times.items()}
+    return {name: {key: of_ranks(v) for key, v in found.items()} for name, found in times.items()}
 
 
 def compared() -> Iterator[harness.Row]:
@@ -148,12 +148,5 @@ def compared() -> Iterator[harness.Row]:
             }
 
 
-def main() -> None:
-    with rank_of_job() as rank:
-        rows = list(compared())
-        if rank == 0:
-            harness.report("fsdp", rows)
-
-
 if __name__ == "__main__":
-    main()
+    report("fsdp", compared)

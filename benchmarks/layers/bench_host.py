@@ -10,8 +10,8 @@ ratio that to torch in bf16. Weights are quantized in every step.
 
 from __future__ import annotations
 
+import functools
 import gc
-import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -21,14 +21,10 @@ import torch
 import transformer_stacks as stacks
 
 import apex_te
-from apex_te.recipe import BlockScaling, CurrentScaling, DelayedScaling
+from apex_te.recipe import DelayedScaling
 
-RECIPES = {
-    "bf16": None,
-    "delayed": DelayedScaling(amax_history_len=16),
-    "tensorwise": CurrentScaling(),
-    "blockwise": BlockScaling(),
-}
+RECIPES = stacks.recipes("bf16", "delayed", "tensorwise", "blockwise")
+RECIPES["delayed"] = DelayedScaling(amax_history_len=16)
 TINY = {"hidden": 256, "ffn": 512, "heads": 4, "groups": 4, "llama": True}
 Step = Callable[[], None]
 
@@ -71,11 +67,9 @@ def in_turns(steps: dict[str, Step], calls: int, rounds: int) -> dict[str, float
             step()
     gc.collect()
     gc.freeze()
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(rounds):
-        for name, step in steps.items():
-            times[name].append(harness.host_us(step, calls, rounds=1, warmup=0))
-    return {name: statistics.median(found) for name, found in times.items()}
+    one_round = functools.partial(harness.host_us, calls=calls, rounds=1, warmup=0)
+    found = harness.in_turns([*steps.values()], rounds, one_round)
+    return {name: each["us"] for name, each in zip(steps, found, strict=True)}
 
 
 def main() -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -54,14 +53,10 @@ def step_of(
 def times_in_turns(steps: list[Callable[[], Any]], device: str, repeats: int) -> list[float]:
     if device == "cuda":
         return [row["us"] / 1e3 for row in harness.paired_us(steps, repeats=repeats, warmup=4)]
-    rounds: list[list[float]] = [[] for _ in steps]
-    for index in range(repeats + 1):
-        for call, times in zip(steps, rounds, strict=True):
-            start = time.perf_counter()
-            call()
-            if index:
-                times.append((time.perf_counter() - start) * 1e3)
-    return [statistics.median(times) for times in rounds]
+    for call in steps:
+        call()
+    one_call = functools.partial(harness.host_us, calls=1, rounds=1, warmup=0)
+    return [row["us"] / 1e3 for row in harness.in_turns(steps, repeats, one_call)]
 
 
 def main() -> None:

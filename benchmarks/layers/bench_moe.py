@@ -31,20 +31,15 @@ import apex_te
 from apex_te.module.grouped.experts import run_experts
 from apex_te.ops.swiglu import swiglu
 from apex_te.permutation import moe_permute_and_count, moe_unpermute
-from apex_te.recipe import BlockScaling, CurrentScaling, DelayedScaling
+from apex_te.recipe import DelayedScaling
 
 # Tokens, experts of a token, hidden size, FFN size, experts here, of how many in all.
 BLOCKS = {
     "Qwen3-30B-A3B": (8192, 8, 2048, 768, 128, 128),
     "DeepSeek-V3, 32 local experts": (4096, 8, 7168, 2048, 32, 32),
 }
-RECIPES: dict[str, Any] = {
-    "bf16": None,
-    "tensorwise": CurrentScaling(),
-    "delayed": DelayedScaling(amax_history_len=16),
-    "blockwise": BlockScaling(),
-    "blockwise 1x128": BlockScaling(wgrad_input="1x128"),
-}
+RECIPES = stacks.recipes("bf16", "tensorwise", "delayed", "blockwise", "blockwise 1x128")
+RECIPES["delayed"] = DelayedScaling(amax_history_len=16)
 
 
 def routed(tokens: int, top_k: int, experts: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -155,9 +155,5 @@ def measured(sizes: Sizes, device: torch.device) -> list[dict[str, Any]]:
     return [*rows, {"wire": "no exchange", "chunks": 1, "ms": bound}]
 
 
-def main() -> None:
-    rank_runs.run("moe_ranks", __doc__, measured, DEEPSEEK, TINY)
-
-
 if __name__ == "__main__":
-    main()
+    rank_runs.run("moe_ranks", __doc__, measured, DEEPSEEK, TINY)

@@ -12,7 +12,6 @@ benchmarks/scaling_model.py reads the results; what it predicts of the layers is
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -27,24 +26,10 @@ from torch import distributed
 
 from apex_te import recipe
 from apex_te.comm import collectives
-from apex_te.module._core import tensor_parallel as _tensor_parallel
 
 LAYERS = 4
 SIZES = [64 << 10 << 2 * i for i in range(7)]  # bytes of the largest buffer: 64 KB to 256 MB
 STACKS = (("bf16", False), ("delayed", True))
-
-
-def collective_us(call: Callable[[], Any], repeats: int = 15) -> float:
-    """Median over repetitions of the time that the last rank to come needs, cold L2."""
-    for _ in range(3):
-        call()
-    times = []
-    for _ in range(repeats):
-        distributed.barrier()
-        times.append(harness.kernel_us(call, 1, 0)["us"])
-    fastest = torch.tensor(times, device="cuda")
-    distributed.all_reduce(fastest, op=distributed.ReduceOp.MIN)
-    return statistics.median(fastest.tolist())
 
 
 def collective_times(group: Any, ranks: int) -> list[dict[str, Any]]:
@@ -65,24 +50,15 @@ def collective_times(group: Any, ranks: int) -> list[dict[str, Any]]:
         other.zero_()
         for name, call in calls.items():
             row = {"collective": name, "ranks": ranks, "bytes": size}
-            rows.append({**row, "us": collective_us(call)})
+            # of the last rank to come, which waits for nobody
+            ms = llama.milliseconds(call, 15, 3, distributed.ReduceOp.MIN)
+            rows.append({**row, "us": ms * 1e3})
     return rows
 
 
 @contextmanager
 def stand_ins(copies: bool) -> Iterator[None]:
-    """Collectives of TP and FSDP2 replaced by copies of the same bytes on the device, or left out.
-
-    Left out, they leave what the allocator's memory holds: values of steps before.
-    """
-
-    def gather_rows(x: torch.Tensor, group: Any) -> collectives.Pending:
-        ranks = collectives.world_size(group)
-        return collectives.Pending(x.new_empty((x.shape[0] * ranks, *x.shape[1:])))
-
-    def scatter_rows(x: torch.Tensor, group: Any, out: Any = None) -> collectives.Pending:
-        rows = x.shape[0] // collectives.world_size(group)
-        return collectives.Pending(x.new_empty((rows, *x.shape[1:])) if out is None else out)
+    """Replaces collectives of FSDP2, too, as ``llama_ranks.copies_instead`` does."""
 
     def gather(output_tensor: Any, input_tensor: Any, **_: Any) -> None:
         if copies:
@@ -99,9 +75,7 @@ def stand_ins(copies: bool) -> Iterator[None]:
     calls = {
         name: call for name, call in (gathers | scatters).items() if hasattr(distributed, name)
     }
-    rows = {"all_gather_rows": gather_rows, "reduce_scatter_rows": scatter_rows}
-    apart = llama.copies_instead() if copies else mock.patch.multiple(_tensor_parallel, **rows)
-    with apart, mock.patch.multiple(distributed, **calls):
+    with llama.copies_instead(copies), mock.patch.multiple(distributed, **calls):
         yield
 
 

@@ -29,7 +29,7 @@ def in_a_row(run: Callable[[], None], steps: int = 8, repeats: int = 7) -> float
         distributed.barrier()
         torch.cuda.synchronize()
         times.append(harness.elapsed_us(lambda: [run() for _ in range(steps)]) / steps / 1e3)
-    return llama.of_slowest(times)
+    return llama.of_ranks(times)
 
 
 def measured() -> Iterator[harness.Row]:
@@ -59,12 +59,5 @@ def measured() -> Iterator[harness.Row]:
         }
 
 
-def main() -> None:
-    with llama.rank_of_job() as rank:
-        rows = list(measured())
-        if rank == 0:
-            harness.report("tensor_parallel", rows)
-
-
 if __name__ == "__main__":
-    main()
+    llama.report("tensor_parallel", measured)

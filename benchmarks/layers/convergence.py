@@ -125,22 +125,14 @@ def failures(
 def printed(rows: Sequence[dict[str, Any]], falls: dict[str, float]) -> str:
     """The table, and the baseline's way down."""
     label = rows[0]["precision"]
-    titles = (
-        "",
-        "validation loss",
-        f"/ {label}",
-        "spread of seeds",
-        "seeds",
-        "FP8 GEMMs",
-        "tokens/s",
-    )
-    lines = [titles]
+    losses = ("validation loss", f"/ {label}", "spread of seeds", "seeds")
+    lines = [("", *losses, "FP8 GEMMs", "tokens/s")]
     for row in rows:
         counts = ["-" if n is None else f"{n:g}" for n in row[_PRODUCTS]]
-        losses = " ".join(f"{loss:.4f}" for loss in row["seeds"])
+        seeds = " ".join(f"{loss:.4f}" for loss in row["seeds"])
         figures = (f"{row['validation loss']:.4f}", f"{row['ratio']:.4f}", f"{row['spread']:.2%}")
         speed = f"{row['tokens/s']:,.0f}"
-        lines.append((row["precision"], *figures, losses, " ".join(counts), speed))
+        lines.append((row["precision"], *figures, seeds, " ".join(counts), speed))
     way = ", ".join(f"{name} {loss:.4f}" for name, loss in falls.items())
     return f"{report.columns(lines)}\nFP8 GEMMs: per Linear and step\n{label}, training: {way}"
 
@@ -177,8 +169,7 @@ def picture(groups: dict[str, list[report.Result]], tolerance: float, path: Path
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser = harness.parser(__doc__)
     add = parser.add_argument
     add("--seeds", type=int, nargs="+", default=[1, 2, 3])
     add("--jobs", type=int, default=4, help="processes at once")

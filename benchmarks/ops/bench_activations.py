@@ -18,6 +18,7 @@ a bf16 result between them. Each copy has 4 bytes more for 128 elements.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -102,14 +103,10 @@ def of_activation(case: Case) -> list[Row]:
     ]
     for kind in op.KINDS[1:] if case.is_first else ():
         fwd, bwd, fwd_fp8, bwd_fp8 = of(kind)
+        plain = partial(op.reference, kind=kind)
         rows += [
-            (f"{kind}_fwd", 4, fwd, {"torch": partial(op.reference, x, kind)}),
-            (
-                f"{kind}_bwd",
-                6,
-                bwd,
-                {"torch": harness.backward(partial(op.reference, kind=kind), [x], dy)},
-            ),
+            (f"{kind}_fwd", 4, fwd, {"torch": partial(plain, x)}),
+            (f"{kind}_bwd", 6, bwd, {"torch": harness.backward(plain, [x], dy)}),
             (f"{kind}_fwd_fp8, both", 4, fwd_fp8, {}),
             (f"{kind}_bwd_fp8, both", 6, bwd_fp8, {}),
         ]
@@ -194,74 +191,60 @@ def liger(x: torch.Tensor, grad: torch.Tensor) -> tuple[Callable[[], Any], Calla
     gate, up = (half.contiguous() for half in x.chunk(2, dim=1))
     over_gate, over_up = gate.clone(), up.clone()
 
-    def run_fwd() -> Any:
-        from liger_kernel.ops.swiglu import swiglu_forward
+    def run(way: str, *given: torch.Tensor) -> Any:
+        return getattr(importlib.import_module("liger_kernel.ops.swiglu"), way)(*given)
 
-        return swiglu_forward(gate, up)
+    forward = partial(run, "swiglu_forward", gate, up)
+    return forward, partial(run, "swiglu_backward", over_gate, over_up, grad)
 
-    def run_bwd() -> Any:
-        from liger_kernel.ops.swiglu import swiglu_backward
 
-        return swiglu_backward(over_gate, over_up, grad)
-
-    return run_fwd, run_bwd
+def gated_calls(x: torch.Tensor, grad: torch.Tensor) -> dict[str, partial[Any]]:
+    scale, amax = torch.ones(1, device="cuda"), torch.zeros(1, device="cuda")
+    both: dict[str, Any] = {"amax": amax, "fp8_dtype": E4M3}
+    return {
+        "fwd": partial(swiglu.swiglu_fwd, x),
+        "bwd": partial(swiglu.swiglu_bwd, grad, x),
+        "fwd_fp8, both": partial(swiglu.swiglu_fwd_fp8, x, None, scale, **both),
+        "bwd_fp8, both": partial(swiglu.swiglu_bwd_fp8, grad, x, None, scale, **both),
+    }
 
 
 @harness.case("swiglu", GATED)
 def rows_of(shape: tuple[int, int]) -> Iterator[harness.Row]:
     rows, cols = shape
     x, grad = harness.normal(rows, 2 * cols), harness.normal(rows, cols)
-    scale, amax = torch.ones(1, device="cuda"), torch.zeros(1, device="cuda")
-    both: dict[str, Any] = {"amax": amax, "fp8_dtype": E4M3}
+    calls, dbias = gated_calls(x, grad), {"with_dbias": True}
 
-    def row(
-        function: str, num_bytes: int, call: Callable[[], Any], peers: harness.Peers | None = None
-    ) -> harness.Row:
-        return harness.measure(function, shape, num_bytes * rows * cols, call, peers, repeats=20)
-
-    def compile_peer(formula: Callable[..., Any], *args: torch.Tensor) -> harness.Peers:
-        return harness.compile_peer(formula, *args) if shape in COMPILED else {}
+    def row(function: str, call: Callable[[], Any], peers: harness.Peers | None) -> harness.Row:
+        num_bytes = (10 if "_bwd" in function else 6) * rows * cols
+        return harness.measure(function, shape, num_bytes, call, peers, repeats=20)
 
     liger_fwd, liger_bwd = liger(x, grad)
-    peers = {"torch": lambda: fwd(x), "liger": liger_fwd, **compile_peer(fwd, x)}
-    yield row("swiglu_fwd", 6, lambda: swiglu.swiglu_fwd(x), peers)
-    peers = {
-        "torch": harness.backward(fwd, [x], grad),
-        "liger": liger_bwd,
-        **compile_peer(bwd, grad, x),
-    }
-    yield row("swiglu_bwd", 10, lambda: swiglu.swiglu_bwd(grad, x), peers)
-    fwd_to_fp8 = partial(swiglu.swiglu_fwd_fp8, x, None, scale, **both)
-    peers = {"torch": lambda: fwd_fp8(x), **compile_peer(fwd_fp8, x)}
-    yield row("swiglu_fwd_fp8, both", 6, fwd_to_fp8, peers)
-    bwd_to_fp8 = partial(swiglu.swiglu_bwd_fp8, grad, x, None, scale, **both)
-    peers = {"torch": lambda: bwd_fp8(grad, x), **compile_peer(bwd_fp8, grad, x)}
-    yield row("swiglu_bwd_fp8, both", 10, bwd_to_fp8, peers)
-    yield row("swiglu_bwd_fp8, both + dbias", 10, lambda: bwd_to_fp8(with_dbias=True))
-    yield row("swiglu_bwd + dbias", 10, lambda: swiglu.swiglu_bwd(grad, x, with_dbias=True))
+    formulas = (
+        (fwd, {"torch": partial(fwd, x), "liger": liger_fwd}, (x,)),
+        (bwd, {"torch": harness.backward(fwd, [x], grad), "liger": liger_bwd}, (grad, x)),
+        (fwd_fp8, {"torch": partial(fwd_fp8, x)}, (x,)),
+        (bwd_fp8, {"torch": partial(bwd_fp8, grad, x)}, (grad, x)),
+    )
+    for (name, call), (formula, peers, given) in zip(calls.items(), formulas, strict=True):
+        compiled = harness.compile_peer(formula, *given) if shape in COMPILED else {}
+        yield row(f"swiglu_{name}", call, {**peers, **compiled})
+    yield row("swiglu_bwd_fp8, both + dbias", partial(calls["bwd_fp8, both"], **dbias), None)
+    yield row("swiglu_bwd + dbias", partial(calls["bwd"], **dbias), None)
     if shape != GATED[0]:
         return
     gate, up = x.chunk(2, dim=1)
     for gate_kind, family in (("gelu", "geglu"), ("gelu_erf", "geglu_erf"), ("relu", "reglu")):
-        kind = {"activation": gate_kind}
         plain = ACTS.get(gate_kind, F.gelu)
-        peers = {"torch": lambda plain=plain: plain(gate) * up}
-        yield row(f"{family}_fwd", 6, partial(swiglu.swiglu_fwd, x, **kind), peers)
-        yield row(f"{family}_bwd", 10, partial(swiglu.swiglu_bwd, grad, x, **kind))
-        yield row(f"{family}_fwd_fp8, both", 6, partial(fwd_to_fp8, **kind))
-        yield row(f"{family}_bwd_fp8, both", 10, partial(bwd_to_fp8, **kind))
+        for name, call in calls.items():
+            peers = {"torch": lambda plain=plain: plain(gate) * up} if name == "fwd" else None
+            yield row(f"{family}_{name}", partial(call, activation=gate_kind), peers)
 
 
 @harness.graph_case("swiglu", "64x4096, warm, in a graph", (64, 8192))
 def small(x: torch.Tensor) -> harness.Peers:
-    grad, scale = harness.normal(64, 4096), torch.ones(1, device="cuda")
-    given = (None, scale, E4M3, torch.zeros(1, device="cuda"))
-    return {
-        "swiglu_fwd": lambda: swiglu.swiglu_fwd(x),
-        "swiglu_bwd": lambda: swiglu.swiglu_bwd(grad, x),
-        "swiglu_fwd_fp8, both": lambda: swiglu.swiglu_fwd_fp8(x, *given[:3], amax=given[3]),
-        "swiglu_bwd_fp8, both": lambda: swiglu.swiglu_bwd_fp8(grad, x, *given[:3], amax=given[3]),
-    }
+    calls = gated_calls(x, harness.normal(64, 4096))
+    return {f"swiglu_{name}": call for name, call in calls.items()}
 
 
 @harness.case("swiglu_block", BLOCK_SHAPES)

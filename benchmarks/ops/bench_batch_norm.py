@@ -12,6 +12,7 @@ against 140).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import harness
 import torch
@@ -55,6 +56,7 @@ def of_shape(
     stats = op.batch_norm_combine(mean[None], var[None], count, EPS)
     own = (stats.mean, stats.inv_std, weight)
     sums = op.batch_norm_reduce(dy, x, *own, bias)
+    last = (dy, x, *own, *sums[:2], count, bias)
 
     def with_residual(*given: torch.Tensor) -> torch.Tensor:
         data, residual = given
@@ -87,19 +89,17 @@ def of_shape(
             5, lambda: op.batch_norm_train_bwd(dy, x, *own, bias),
             harness.gradients(y, leaves, dy),
         ),
+        "fwd with z and relu": (
+            3, lambda: op.batch_norm_fwd(x, *own, bias, z=z, relu=True),
+            partial(with_residual, x, z),
+        ),
+        "bwd with relu": (3, partial(op.batch_norm_bwd, *last, relu=True), None),
+        "bwd with z and relu": (
+            5, partial(op.batch_norm_bwd, *last, z=z, relu=True, with_dz=True), None
+        ),
     }  # fmt: skip
     for step, (passes, call, peer) in steps.items():
-        yield harness.measure(f"batch_norm {step}", name, passes * size, call, {"torch": peer})
-    yield harness.measure(
-        "batch_norm fwd with z and relu", name, 3 * size,
-        lambda: op.batch_norm_fwd(x, *own, bias, z=z, relu=True),
-        harness.formula_peers(with_residual, x, z),
-    )  # fmt: skip
-    last = (dy, x, *own, *sums[:2], count, bias)
-    yield harness.measure(
-        "batch_norm bwd with relu", name, 3 * size, lambda: op.batch_norm_bwd(*last, relu=True)
-    )
-    both = {"z": z, "relu": True, "with_dz": True}
-    yield harness.measure(
-        "batch_norm bwd with z and relu", name, 5 * size, lambda: op.batch_norm_bwd(*last, **both)
-    )
+        peers = {} if peer is None else {"torch": peer}
+        if step == "fwd with z and relu":
+            peers |= harness.compile_peer(with_residual, x, z)
+        yield harness.measure(f"batch_norm {step}", name, passes * size, call, peers)

@@ -55,10 +55,8 @@ def focal_rows(shape: tuple[int, int]) -> Iterator[harness.Row]:
         logits = (harness.normal(*shape).float() * 2 - 4).to(dtype)
         leaf, size = logits.clone().requires_grad_(), logits.numel() * logits.element_size()
         args, name = (logits, target, count), named(shape, dtype)
-        forward, made = (
-            partial(focal_loss.focal_loss_fwd, *args),
-            focal_loss.focal_loss_fwd(*args)[1],
-        )
+        forward = partial(focal_loss.focal_loss_fwd, *args)
+        made = forward()[1]
         out = focal_loss.reference(leaf, target, count)
         calls = {
             "focal_loss": (partial(forward, with_grad=False),

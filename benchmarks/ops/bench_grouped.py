@@ -89,24 +89,17 @@ def cast_rows(model: Model) -> Iterator[harness.Row]:
     for scales, (ours, cast) in casts.items():
         row = partial(harness.measure, repeats=20, outputs=scales)
         wide, narrow = (f"{model.name} {rows}x{cols}" for cols in (model.hidden, model.ffn))
-        peers: dict[str, harness.Peers] = {
-            "gather": {"permute, cast": lambda cast=cast: cast(permuted()[0])},
-            "gated": {"swiglu, cast": lambda cast=cast: cast(swiglu_fwd(hidden))},
-            "gradient": {"swiglu_bwd, cast": lambda c=cast: c(swiglu_bwd(grad, hidden).input)},
-        }
-        yield row(
-            "gather",
-            wide,
-            gather,
-            partial(ours, grouped_cast.Gather(tokens, row_of)),
-            peers["gather"],
-        )
-        yield row("gated", narrow, gated, partial(ours, grouped_cast.Gated(hidden)), peers["gated"])
-        source = grouped_cast.GatedGradient(grad, hidden)
-        yield row("gradient", narrow, gradient, partial(ours, source), peers["gradient"])
-        yield row(
-            "gated, factors", narrow, gated, partial(ours, grouped_cast.Gated(hidden, factor))
-        )
+        call = partial(ours, grouped_cast.Gather(tokens, row_of))
+        peers: harness.Peers = {"permute, cast": lambda cast=cast: cast(permuted()[0])}
+        yield row("gather", wide, gather, call, peers)
+        call = partial(ours, grouped_cast.Gated(hidden))
+        peers = {"swiglu, cast": lambda cast=cast: cast(swiglu_fwd(hidden))}
+        yield row("gated", narrow, gated, call, peers)
+        call = partial(ours, grouped_cast.GatedGradient(grad, hidden))
+        peers = {"swiglu_bwd, cast": lambda cast=cast: cast(swiglu_bwd(grad, hidden).input)}
+        yield row("gradient", narrow, gradient, call, peers)
+        call = partial(ours, grouped_cast.Gated(hidden, factor))
+        yield row("gated, factors", narrow, gated, call)
         call = partial(ours, grouped_cast.GatedGradient(grad, hidden, factor), factor_grad=written)
         yield row("gradient, factors and theirs", narrow, gradient, call)
     times = harness.kernel_us(lambda: moe_permute.tokens_of_rows(made.row_id_map, rows), repeats=20)

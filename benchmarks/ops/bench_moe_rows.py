@@ -93,10 +93,7 @@ def rows_of(tokens: int, hidden: int, experts: int, k: int) -> Iterator[harness.
             peers = {"torch": peers["torch"]}
         return harness.measure(name, shape, tokens * hidden * size * units, call, peers)
 
-    move, back = (
-        functools.partial(op.permute, x, ids),
-        functools.partial(op.unpermute, y, ids),
-    )
+    move, back = functools.partial(op.permute, x, ids), functools.partial(op.unpermute, y, ids)
     peers = harness.formula_peers(permute, x, index)
     yield row("permute and its map", 1 + k, lambda: op.permute_by(x, mask, copies), peers)
     peers = harness.formula_peers(rows_in_order, x, order, k)

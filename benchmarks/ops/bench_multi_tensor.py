@@ -71,18 +71,23 @@ def maps(xs: list[torch.Tensor]) -> Functions:
     }
 
 
+def torch_adamw(p: Any, g: Any, m: Any, v: Any) -> partial[None]:
+    """torch's fused step of lists, as ``torch_sgd`` is."""
+    steps = [torch.ones((), device=each.device) for each in p]
+    adamw = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "amsgrad": False, "maximize": False}
+    return partial(torch._fused_adamw_, p, g, m, v, [], steps, **DECAY, **adamw)
+
+
+def torch_sgd(p: Any, g: Any, m: Any) -> partial[None]:
+    nesterov = {"dampening": 0.0, "nesterov": False, "maximize": False, "is_first_step": False}
+    return partial(torch._fused_sgd_, p, g, m, momentum=0.9, **DECAY, **nesterov)
+
+
 def optimizers(count: int, shape: tuple[int, ...]) -> Functions:
     p, g, m, v, masters = optimizer_lists(count, shape, torch.bfloat16)
     wide_p, wide_g, wide_m, wide_v, _ = optimizer_lists(count, shape, torch.float32)
-    steps = [torch.ones((), device="cuda") for _ in wide_p]
-    adamw = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "amsgrad": False, "maximize": False}
-    fused_adamw = partial(
-        torch._fused_adamw_, wide_p, wide_g, wide_m, wide_v, [], steps, **DECAY, **adamw
-    )
-    nesterov = {"dampening": 0.0, "nesterov": False, "maximize": False, "is_first_step": False}
-    fused_sgd = partial(
-        torch._fused_sgd_, wide_p, wide_g, wide_m, momentum=0.9, **DECAY, **nesterov
-    )
+    fused_adamw = torch_adamw(wide_p, wide_g, wide_m, wide_v)
+    fused_sgd = torch_sgd(wide_p, wide_g, wide_m)
     low = [tensor_list(tensors) for tensors in (p, g, m, v)]
     wide = [tensor_list(tensors) for tensors in (wide_p, wide_g, wide_m, wide_v)]
     options = {**DECAY, "masters": tensor_list(masters)}

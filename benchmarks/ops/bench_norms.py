@@ -97,12 +97,8 @@ class Case:
 
     def functions(self, with_peers: bool) -> list[tuple[str, int, Callable[[], Any], Calls]]:
         """(function, bytes of an element, call, peers)."""
-        dx, given, residual = (
-            (self.dy, self.x, *self.rest),
-            (self.x, *self.params, EPS),
-            self.residual,
-        )
-        none: Calls = {}
+        dx, given = (self.dy, self.x, *self.rest), (self.x, *self.params, EPS)
+        residual = self.residual
         calls = [
             ("fwd", 4, lambda: self.fwd(*given), self.fwd_peers),
             ("bwd", 6, lambda: self.bwd(*dx), self.bwd_peers),
@@ -113,7 +109,7 @@ class Case:
             ("residual bwd", 8, lambda: self.bwd(*dx, d_residual=residual), dict),
             ("residual fwd to FP8 both", 8, lambda: self.quantize(residual=residual), dict),
         ]  # fmt: skip
-        return [(*rest, peers() if with_peers else none) for *rest, peers in calls]
+        return [(*rest, peers() if with_peers else {}) for *rest, peers in calls]
 
 
 @harness.case("layer_norm", [layer_norm] * len(SHAPES), SHAPES)

@@ -18,20 +18,14 @@ Tried for a layer's sinks beside a window of 127 tokens, where two passes over 2
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
+from functools import cache, partial
 from typing import Any
 
 import harness
 import torch
 
-from apex_te.ops.attention_sink import (
-    attention_join,
-    attention_sink_bwd,
-    attention_sink_fwd,
-    reference,
-    reference_join,
-)
+from apex_te.ops import attention_sink as sinks
 from apex_te.ops.scaled_softmax import scaled_softmax_bwd, scaled_softmax_fwd
 
 SCALE = 0.125
@@ -75,7 +69,7 @@ def liger_fwd(x: torch.Tensor) -> Any:
 
 def liger_bwd(x: torch.Tensor, dy: torch.Tensor) -> Callable[[], Any]:
     """Raises what liger-kernel raises, on the first call."""
-    state = functools.cache(lambda: liger_fwd(x))
+    state = cache(lambda: liger_fwd(x))
 
     def call() -> Any:
         from liger_kernel.ops.softmax import _softmax_backward
@@ -91,17 +85,14 @@ def plain_rows(shape: tuple[int, ...]) -> Iterator[harness.Row]:
     x, dy = (harness.normal(*shape) for _ in range(2))
     n, mask = x.numel(), torch.rand(shape[0], 1, *shape[2:], device="cuda") < 0.3
     y, out = scaled_softmax_fwd(x, SCALE), torch.empty_like(x)
-    forward = functools.partial(scaled_softmax_fwd, x, SCALE, out=out)
-    backward = functools.partial(scaled_softmax_bwd, dy, y, SCALE, out=out)
-    peers = {
-        "torch": lambda: torch.softmax(x, -1),
-        "liger": lambda: liger_fwd(x),
-        **compile_peer(scaled_softmax, x),
-    }
+    forward = partial(scaled_softmax_fwd, x, SCALE, out=out)
+    backward = partial(scaled_softmax_bwd, dy, y, SCALE, out=out)
+    peers = {"torch": lambda: torch.softmax(x, -1), "liger": lambda: liger_fwd(x)}
+    peers |= compile_peer(scaled_softmax, x)
     yield harness.measure("scaled fwd", shape, n * 4, forward, peers, repeats=20)
     peers = {"torch": torch_bwd(dy, y), "liger": liger_bwd(x, dy)}
     yield harness.measure("scaled bwd", shape, n * 6, backward, peers, repeats=20)
-    masked = functools.partial(forward, mask=mask)
+    masked = partial(forward, mask=mask)
     peers = {"torch": lambda: masked_softmax(x, mask), **compile_peer(masked_softmax, x, mask)}
     num_bytes = n * 4 + mask.numel()
     yield harness.measure("scaled masked fwd", shape, num_bytes, masked, peers, repeats=20)
@@ -115,8 +106,8 @@ def causal_rows(causal: str, shape: tuple[int, int, int]) -> Iterator[harness.Ro
     y, out = scaled_softmax_fwd(x, SCALE, causal=causal), torch.empty_like(x)
     hidden = torch.ones(queries, cols, dtype=torch.bool, device="cuda").triu(1 + cols - queries)
     n, seen = x.numel(), x.numel() - shape[0] * int(hidden.sum())
-    forward = functools.partial(scaled_softmax_fwd, x, SCALE, causal=causal, out=out)
-    backward = functools.partial(scaled_softmax_bwd, dy, y, SCALE, causal=causal, out=out)
+    forward = partial(scaled_softmax_fwd, x, SCALE, causal=causal, out=out)
+    backward = partial(scaled_softmax_bwd, dy, y, SCALE, causal=causal, out=out)
     peers = {"torch": lambda: masked_softmax(x, hidden), **compile_peer(masked_softmax, x, hidden)}
     yield harness.measure(f"{kind} fwd", shape, 2 * seen + 2 * n, forward, peers, repeats=20)
     peers = {"torch": torch_bwd(dy, y)}
@@ -127,10 +118,10 @@ def causal_rows(causal: str, shape: tuple[int, int, int]) -> Iterator[harness.Ro
 def small(x: torch.Tensor) -> harness.Peers:
     y, out = scaled_softmax_fwd(x, SCALE), torch.empty_like(x)
     mask = torch.rand(1, 64, 4096, device="cuda") < 0.3
-    forward = functools.partial(scaled_softmax_fwd, x, SCALE, out=out)
+    forward = partial(scaled_softmax_fwd, x, SCALE, out=out)
     return {
         "scaled fwd, graph, warm": forward,
-        "scaled masked fwd, graph, warm": functools.partial(forward, mask=mask),
+        "scaled masked fwd, graph, warm": partial(forward, mask=mask),
         "scaled bwd, graph, warm": lambda: scaled_softmax_bwd(x, y, SCALE, out=out),
     }
 
@@ -162,22 +153,14 @@ def sink_rows() -> Iterator[harness.Row]:
     for shape, layout in SINKS:
         out, dout, lse = heads(shape, layout), heads(shape, layout), torch.randn(shape[:3]).cuda()
         sink = torch.randn(shape[1]).cuda()
-        # A sink far below leaves the output as it is, call after call.
-        fwd, low = lse, sink - 100.0
-        name = f"{harness.text_of(shape)} {layout}"
-        peers = harness.formula_peers(reference, out, fwd, low)
-        yield harness.measure(
-            "attention_sink fwd", name, lse.numel() * (4 * shape[3] + 8),
-            lambda: attention_sink_fwd(out, fwd, low, out=out), peers,  # noqa: B023
-        )  # fmt: skip
-        parts = (out, lse, dout, lse)
-        yield harness.measure(
-            "attention_join", name, lse.numel() * (6 * shape[3] + 12),
-            lambda: attention_join(*parts, out=out),  # noqa: B023
-            harness.formula_peers(reference_join, (out, lse), (dout, lse)),
-        )  # fmt: skip
-        args = (dout, out, lse, sink)
-        yield harness.measure(
-            "attention_sink bwd", name, lse.numel() * (4 * shape[3] + 4),
-            lambda: attention_sink_bwd(*args), harness.formula_peers(gradient, *args),  # noqa: B023
-        )  # fmt: skip
+        low = sink - 100.0  # which leaves the output as it is, call after call
+        name, queries, d = f"{harness.text_of(shape)} {layout}", lse.numel(), shape[3]
+        call = partial(sinks.attention_sink_fwd, out, lse, low, out=out)
+        peers = harness.formula_peers(sinks.reference, out, lse, low)
+        yield harness.measure("attention_sink fwd", name, queries * (4 * d + 8), call, peers)
+        call = partial(sinks.attention_join, out, lse, dout, lse, out=out)
+        peers = harness.formula_peers(sinks.reference_join, (out, lse), (dout, lse))
+        yield harness.measure("attention_join", name, queries * (6 * d + 12), call, peers)
+        call = partial(sinks.attention_sink_bwd, dout, out, lse, sink)
+        peers = harness.formula_peers(gradient, dout, out, lse, sink)
+        yield harness.measure("attention_sink bwd", name, queries * (4 * d + 4), call, peers)

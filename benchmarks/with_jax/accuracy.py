@@ -37,12 +37,10 @@ def runs(name: str, recipes: list[str], seeds: int, words: list[str]) -> dict[st
         chosen = [] if recipe is None else ["--use-fp8", "--fp8-recipe", recipe]
         run = EXAMPLES[name].main
         results = [run([*words, *chosen, "--seed", str(seed)]) for seed in range(seeds)]
-        mean = {
-            key: float(np.mean([r[key] for r in results]))
-            for key in ("accuracy", "loss", "seconds")
-        }
+        figures = {key: [r[key] for r in results] for key in ("accuracy", "loss", "seconds")}
+        mean = {key: float(np.mean(values)) for key, values in figures.items()}
         found[results[0]["run"]] = {
-            "accuracy": [r["accuracy"] for r in results],
+            "accuracy": figures["accuracy"],
             "mean_accuracy": mean["accuracy"],
             "mean_loss": mean["loss"],
             "seconds": mean["seconds"],

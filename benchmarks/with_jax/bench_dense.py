@@ -33,41 +33,41 @@ import jax.numpy as jnp  # isort: skip
 import apex_te.jax as te  # isort: skip
 from apex_te.jax.flax import DenseGeneral  # isort: skip
 
-RECIPES = {name: stacks.RECIPES[name] for name in ("bf16", "delayed", "tensorwise", "blockwise")}
+RECIPES = stacks.recipes("bf16", "delayed", "tensorwise", "blockwise")
 
 
-def jax_step(sizes: tuple[int, int, int], chosen: recipe.Recipe | None) -> Callable[[], None]:
-    """Returns a step of the Flax layer, which waits for its results; sizes as of GEMMs."""
+Sizes = tuple[int, int, int]  # tokens, and features of a row of input and output
+Step = Callable[[], None]
+
+
+def jax_step(layer: Any, apply: Callable[..., Any], sizes: Sizes, chosen: Any) -> Step:
+    """Returns a step of a Flax layer by ``apply``, which waits for its results."""
     tokens, inner, outer = sizes
     x = jax.random.normal(jax.random.key(0), (tokens, inner), jnp.bfloat16)
     gradient = jax.random.normal(jax.random.key(1), (tokens, outer), jnp.bfloat16)
-    layer = DenseGeneral(outer, use_bias=False, dtype=jnp.bfloat16)
     with te.fp8_autocast(chosen is not None, chosen):
         variables: Any = jax.jit(layer.init)(jax.random.key(2), x)
 
     @jax.jit
     def step(variables: Any, x: jax.Array, gradient: jax.Array) -> Any:
         with te.fp8_autocast(chosen is not None, chosen):
-            y, pull = jax.vjp(layer.apply, variables, x)
+            y, pull = jax.vjp(apply, variables, x)
             return y, pull(gradient)
 
     return lambda: jax.block_until_ready(step(variables, x, gradient))
 
 
-def torch_step(
-    sizes: tuple[int, int, int], chosen: recipe.Recipe | None, device: str
-) -> Callable[[], None]:
-    """Returns a step of ``apex_te.Linear``, which waits for the device."""
+def torch_step(layer: torch.nn.Module, sizes: Sizes, chosen: Any, device: str) -> Step:
+    """Returns a step of a PyTorch layer, which waits for the device."""
     tokens, inner, outer = sizes
-    options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
-    linear = apex_te.Linear(inner, outer, bias=False, **options)
-    x = torch.randn(tokens, inner, requires_grad=True, **options)
-    gradient = torch.randn(tokens, outer, **options)
+    x = torch.randn(tokens, inner, device=device, dtype=torch.bfloat16, requires_grad=True)
+    gradient = torch.randn(tokens, outer, device=device, dtype=torch.bfloat16)
 
     def step() -> None:
-        linear.weight.grad = x.grad = None
+        layer.zero_grad()
+        x.grad = None
         with apex_te.fp8_autocast(enabled=chosen is not None, fp8_recipe=chosen):
-            y = linear(x)
+            y = layer(x)
         y.backward(gradient)
         if device == "cuda":
             torch.cuda.synchronize()
@@ -75,8 +75,9 @@ def torch_step(
     return step
 
 
-def ms_in_turns(steps: dict[str, Callable[[], None]], rounds: int, each: int) -> dict[str, float]:
+def ms_in_turns(steps: dict[str, Step], tiny: bool) -> dict[str, float]:
     """Returns the least mean milliseconds of each step's rounds, after two rounds to warm up."""
+    rounds, each = (1, 1) if tiny else (6, 8)
     least = dict.fromkeys(steps, float("inf"))
     for index in range(rounds + 2):
         for name, step in steps.items():
@@ -88,25 +89,37 @@ def ms_in_turns(steps: dict[str, Callable[[], None]], rounds: int, each: int) ->
     return least
 
 
-def main() -> None:
-    parser = harness.parser(__doc__)
+def run(
+    name: str,
+    doc: str | None,
+    steps: Callable[[Any, Any, str], dict[str, Step]],
+    sizes: Any,
+    tiny_sizes: Any,
+    recipes: dict[str, recipe.Recipe | None] = RECIPES,
+) -> None:
+    """Times ``steps(sizes, recipe, device)`` of JAX and PyTorch with each recipe, and reports."""
+    parser = harness.parser(doc)
     parser.add_argument("--tiny", action="store_true", help="small sizes, and no figures")
-    options = parser.parse_args()
-    sizes = (64, 64, 128) if options.tiny else (16384, 4096, 14336)
-    rounds, each = (1, 1) if options.tiny else (6, 8)
+    tiny = parser.parse_args().tiny
     device = "cuda" if jax.devices()[0].platform == "gpu" else "cpu"
     rows: list[dict[str, Any]] = []
-    for name, chosen in RECIPES.items():
-        steps = {"JAX": jax_step(sizes, chosen), "PyTorch": torch_step(sizes, chosen, device)}
-        found = ms_in_turns(steps, rounds, each)
-        plain = rows[0]["JAX ms"] if rows else found["JAX"]
-        rows.append({
-            "recipe": name, "JAX ms": found["JAX"], "PyTorch ms": found["PyTorch"],
-            "of PyTorch": found["JAX"] / found["PyTorch"], "of JAX's bf16": plain / found["JAX"],
-        })  # fmt: skip
-    if not options.tiny:
-        harness.report("jax_dense", rows, jax=jax.__version__)
+    for key, chosen in recipes.items():
+        found = ms_in_turns(steps(tiny_sizes if tiny else sizes, chosen, device), tiny)
+        row = {"recipe": key, **{f"{each} ms": ms for each, ms in found.items()}}
+        rows.append({**row, "of PyTorch": found["JAX"] / found["PyTorch"]})
+        if "bf16" in recipes:
+            rows[-1]["of JAX's bf16"] = rows[0]["JAX ms"] / found["JAX"]
+    if not tiny:
+        harness.report(name, rows, jax=jax.__version__)
+
+
+def dense_steps(sizes: Sizes, chosen: Any, device: str) -> dict[str, Step]:
+    _, inner, outer = sizes
+    layer = DenseGeneral(outer, use_bias=False, dtype=jnp.bfloat16)
+    linear = apex_te.Linear(inner, outer, bias=False, device=device, dtype=torch.bfloat16)
+    ours = jax_step(layer, layer.apply, sizes, chosen)
+    return {"JAX": ours, "PyTorch": torch_step(linear, sizes, chosen, device)}
 
 
 if __name__ == "__main__":
-    main()
+    run("jax_dense", __doc__, dense_steps, (16384, 4096, 14336), (64, 64, 128))

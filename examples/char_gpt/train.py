@@ -30,7 +30,7 @@ import torch
 from model import CharGPT
 from torch.nn import functional as F
 
-from apex_te.ops.product_count import fp8_gemm_count
+from apex_te.ops.gemm_common import fp8_gemm_count
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import common

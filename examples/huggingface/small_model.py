@@ -20,7 +20,7 @@ except ImportError as error:
     ) from error
 
 from apex_te import fuse_loss
-from apex_te.ops.product_count import fp8_gemm_count
+from apex_te.ops.gemm_common import fp8_gemm_count
 from apex_te.recipe import DelayedScaling, Recipe, make_recipe
 
 FIRST_BYTE = 3  # ids of ByT5: padding, end and unknown come before the bytes

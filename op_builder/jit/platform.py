@@ -67,7 +67,6 @@ def installed_torch() -> Torch:
     text = text_of(os.path.join(folder, "version.py"))
 
     def value(name: str) -> str | None:
-        """Returns the string that version.py assigns to ``name``, None if it assigns none."""
         found = re.search(rf"""^{name}\b[^=\n]*=\s*['"]([^'"]+)['"]""", text, re.MULTILINE)
         return found[1] if found else None
 

@@ -25,8 +25,7 @@ from ...runtime.stamp import stamp
 from ...runtime.tracing import is_transformed, refuse_state
 from .arguments import autocast_dtype, shown_name
 from .fp8_entries import joined_scales, save_parameters
-from .gemm import FP8Call, GemmOptions, as_matrix
-from .independent_rows import separates_rows, with_independent_rows
+from .gemm import FP8Call, GemmOptions, as_matrix, with_independent_rows
 from .kept_weights import KeptWeights, tensors_of
 from .plain_functions import HighPrecisionLinearFunction
 from .programs import Programs, is_autocast, programs_of
@@ -212,6 +211,25 @@ class FP8Module(torch.nn.Module):
         modes.recompute_saves = (False, small)
         return call
 
+    def _separates_rows(self) -> bool:
+        """Returns True if this call runs under ``batch_invariant``; checks that it can."""
+        modes = self._modes
+        found = invariance.current(modes.independent_rows)
+        if not torch.compiler.is_compiling():
+            modes.independent_rows = found
+        if not found:
+            return False
+        name = type(self).__name__
+        if not self.can_separate_rows:
+            text = "batch_invariant must be off for this module, got on"
+            raise NotImplementedError(f"{name}: {text}")
+        if self.tp_size > 1:
+            raise NotImplementedError(
+                f"{name}: tp_size must be 1 under batch_invariant, because the order in which"
+                f" ranks are summed may depend on the number of rows, got {self.tp_size}"
+            )
+        return True
+
     def prepare(
         self,
         dtype: torch.dtype,
@@ -227,7 +245,7 @@ class FP8Module(torch.nn.Module):
         """
         options = self._options(is_first_microbatch)
         sets, is_fp8, recomputed = self._select(device)
-        if separates_rows(self):
+        if self._separates_rows():
             options = options._replace(independent_rows=True)
             if is_fp8:
                 assert sets is not None

@@ -516,6 +516,18 @@ def as_matrix(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous()
 
 
+def with_independent_rows(owner: str, recipe: Any, quantizers: GemmQuantizers) -> GemmQuantizers:
+    """Returns quantizers whose fprop gives a row equal bits whatever the other rows are."""
+    backend = quantizers.backend.with_independent_rows()
+    if backend is None:
+        raise NotImplementedError(
+            f"{owner}: fp8_recipe must be BlockScaling or RowwiseScaling under batch_invariant, "
+            "because other scales depend on other rows or on earlier batches, "
+            f"got {type(recipe).__name__}"
+        )
+    return quantizers._replace(backend=backend)
+
+
 def _computes_more_rows(backend: GemmBackend, x: Operand) -> bool:
     """Returns True if ``backend`` rounds up the rows of ``x`` to a multiple that it computes."""
     if not isinstance(x, QuantizedTensor) or torch.compiler.is_compiling():

@@ -14,7 +14,7 @@ from torch.nn import functional
 from ...comm.collectives import Pending
 from ...fp8.parameter.operands import dequantized
 from ...ops.binding import OpFunction, once_differentiable
-from ...ops.product_count import product_into
+from ...ops.gemm_common import product_into
 from ...ops.row_products import row_product
 from . import gemm as _gemm
 from .fused_casts import (

@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 
 from ... import runtime
 from ...fp8.autocast import graph_task_id
-from ...ops import gemm_tuning, product_count
+from ...ops import gemm_common, gemm_tuning
 from ...ops.binding import WORKSPACE
 from ...ops.fp8_gemm import WORKSPACE_BYTES
 from ...runtime.tracing import dispatch_modes, jit_tracing, transforms_active
@@ -387,7 +387,7 @@ def _bound(
         after.append((increment_version, recorder.written))
     products = sum(s.products for s in recorder.steps if isinstance(s, Step))
     if products:
-        after.append((product_count.add, products))
+        after.append((gemm_common.count_gemms, products))
     first_outputs = tuple(-1 if f is None else i for i, f in enumerate(forms))
     makers = tuple(zip(*layout.makers, strict=True)) or ((), ())
     where = current_device if makers[0] != makers[1] else None

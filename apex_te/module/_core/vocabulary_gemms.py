@@ -14,7 +14,7 @@ from ...fp8.tensor import QuantizedTensor
 from ...ops.row_products import row_product
 from ...ops.wgrad_gemm import wgrad_gemm
 from ...recipe import Recipe
-from .independent_rows import with_independent_rows
+from .gemm import with_independent_rows
 
 _NAME = "head_losses"  # which ``named_arguments`` replaces
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from ...ops.product_count import float32_product
+from ...ops.gemm_common import float32_product
 
 _QUERIES, _KEYS = 32, 64
 

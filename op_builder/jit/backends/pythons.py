@@ -150,10 +150,6 @@ class DispatcherSpec(OpSpec):
     def absolute_name(self) -> str:
         return self.NAME
 
-    @property
-    def exports_c_functions(self) -> bool:
-        return False
-
     def sources(self) -> list[str]:
         paths = (self.root / "csrc/core").glob("*.cpp")
         return sorted(str(path.relative_to(self.root)) for path in paths)

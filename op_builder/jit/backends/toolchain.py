@@ -241,14 +241,9 @@ def find_ninja() -> str:
     spec = importlib.util.find_spec("ninja")
     if spec is not None and spec.origin is not None:
         inside = os.path.join(os.path.dirname(spec.origin), "data", "bin")
-        for folder in (
-            inside,
-            os.path.dirname(sys.executable or ""),
-            sysconfig.get_path("scripts"),
-        ):
-            path = os.path.join(folder, "ninja")
-            if os.access(path, os.X_OK) and os.path.isfile(path):
-                return path
+        scripts = os.path.dirname(sys.executable or ""), sysconfig.get_path("scripts")
+        if found := shutil.which("ninja", path=os.pathsep.join((inside, *scripts))):
+            return found
     if found := shutil.which("ninja"):
         return found
     raise errors.NinjaNotFoundError("no ninja found, which drives the compilers: pip install ninja")

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 
@@ -146,20 +147,15 @@ _LOAD_RULES: _Rules = {
 
 
 def _first(rules: _Rules, text: str) -> str:
+    """Returns the advice of the first rule that fits a text, "" if none does."""
     for pattern, advice in rules.items():
         if match := pattern.search(text):
             return advice.format(**match.groupdict()) if isinstance(advice, str) else advice(match)
     return ""
 
 
-def building(output: str) -> str:
-    """Returns advice on the output of a failed compiler or linker, "" if there is none for it."""
-    return _first(_BUILD_RULES, output)
-
-
-def loading(text: str) -> str:
-    """Returns advice on the message of a failed dlopen, "" if there is none for it."""
-    return _first(_LOAD_RULES, text)
+building = functools.partial(_first, _BUILD_RULES)  # the output of a failed compiler or linker
+loading = functools.partial(_first, _LOAD_RULES)  # the message of a failed dlopen
 
 
 def load_error(

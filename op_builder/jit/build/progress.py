@@ -15,13 +15,6 @@ _PAUSE = 0.2  # seconds between two drawings
 HEARTBEAT = 60.0
 
 
-def _on_terminal(stream: TextIO | None) -> bool:
-    """Returns True if ``stream`` is a terminal on which lines can be redrawn."""
-    with contextlib.suppress(Exception):  # a closed stream, or an object that only writes
-        return stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"
-    return False
-
-
 class _Screen:
     """Live lines of all builds of this process, one line per build, drawn by one thread."""
 
@@ -131,7 +124,8 @@ class Progress:
             self.say(self.line() + "\n")
 
     def __enter__(self) -> Progress:
-        self.live = _on_terminal(sys.stderr)
+        with contextlib.suppress(Exception):  # a closed stream, or an object that only writes
+            self.live = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
         _screen.add(self)
         return self
 

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ...spec import OpSpec
+from ...spec import DISPATCHER, OpSpec
 from ..backends.archs import Arch, Capability
 from ..backends.library import build_steps, cpu_features, key_flags
 from ..errors import BuildInterruptedError, CacheError, CompileError, UnknownOpError
@@ -216,7 +216,8 @@ def _load_problem(fd: int, expected: list[str]) -> str:
 def library_problem(spec: OpSpec, device: str, fd: int) -> str:
     """Returns why a library must not be published, "" if it may be; loads one of C functions."""
     found = file_problem(fd)
-    if found or not spec.exports_c_functions or is_cross_compiling():
+    is_imported = spec.BINDING == "pybind11" or spec.NAME == DISPATCHER  # by Python
+    if found or is_imported or is_cross_compiling():
         return found
     try:
         functions = spec.functions()

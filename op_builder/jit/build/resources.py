@@ -24,11 +24,6 @@ def _number(text: str) -> int | None:
     return value if 0 <= value < _UNLIMITED else None
 
 
-def _stat(text: str, name: str) -> int:
-    found = re.search(rf"^{name} (.*)", text, re.MULTILINE)
-    return (_number(found[1]) or 0) if found else 0
-
-
 def _mounts() -> Iterator[tuple[str, str, set[str]]]:
     """Yields the control group mounts of this process, from mountinfo of proc(5)."""
     for line in text_of(f"{_SELF}/mountinfo").splitlines():
@@ -86,7 +81,8 @@ def _memory_limits() -> Iterator[int]:
             limit = _number(text_of(f"{folder}/{most}"))
             if limit is not None:
                 used = _number(text_of(f"{folder}/{current}")) or 0
-                yield limit - used + _stat(text_of(f"{folder}/memory.stat"), cached)
+                free = re.search(rf"^{cached} (.*)", text_of(f"{folder}/memory.stat"), re.MULTILINE)
+                yield limit - used + ((_number(free[1]) or 0) if free else 0)
 
 
 def free_memory() -> int | None:

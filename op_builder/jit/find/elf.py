@@ -20,33 +20,6 @@ _NAMES = {number: name for name, number in _MACHINES.items()}
 Version = tuple[int, ...]
 
 
-def _truncation(file_size: int, content: bytes) -> str:
-    if len(content) < _HEADER.size or content[:4] != b"\x7fELF":
-        return f"it is no ELF file ({file_size} bytes)"
-    header = _HEADER.unpack_from(content)
-    (ident, kind, found), (segments_at, sections_at) = header[:3], header[5:7]
-    segment_size, segments, section_size, sections = header[9:13]
-    if ident[4:6] != b"\x02\x01" or kind != _SHARED_OBJECT:
-        return "it is no 64-bit shared library"
-    expected = _MACHINES.get(machine())
-    if expected is not None and found != expected:
-        return f"it is for another machine than {machine()} (ELF machine {found})"
-    tables = ((segments_at, segment_size, segments), (sections_at, section_size, sections))
-    if any(at + size * count > file_size for at, size, count in tables):
-        return f"it ends after {file_size} bytes, before its tables do"
-    if segment_size != _SEGMENT.size or (sections and section_size != _SECTION.size):
-        return "its tables have entries of an unknown size"
-    parts = _table(_SEGMENT, content, segments_at, segments)
-    if any(part[2] + part[5] > file_size for part in parts):
-        return f"it ends after {file_size} bytes, inside a segment"
-    stored = [s for s in _table(_SECTION, content, sections_at, sections) if s[1] != _NO_BITS]
-    if any(section[4] + section[5] > file_size for section in stored):
-        return f"it ends after {file_size} bytes, inside a section"
-    if not {_LOADED, _DYNAMIC} <= {part[0] for part in parts}:
-        return "it has nothing that could be loaded"
-    return ""
-
-
 def _table(entry: struct.Struct, content: bytes, at: int, count: int) -> list[tuple[Any, ...]]:
     return [entry.unpack_from(content, at + index * entry.size) for index in range(count)]
 
@@ -58,7 +31,31 @@ def file_problem(path: str | int) -> str:
             content = file.read()
     except OSError as error:
         return error.strerror or str(error)
-    return _truncation(len(content), content)
+    size = len(content)
+    if size < _HEADER.size or content[:4] != b"\x7fELF":
+        return f"it is no ELF file ({size} bytes)"
+    header = _HEADER.unpack_from(content)
+    (ident, kind, found), (segments_at, sections_at) = header[:3], header[5:7]
+    segment_size, segments, section_size, sections = header[9:13]
+    if ident[4:6] != b"\x02\x01" or kind != _SHARED_OBJECT:
+        return "it is no 64-bit shared library"
+    expected = _MACHINES.get(machine())
+    if expected is not None and found != expected:
+        return f"it is for another machine than {machine()} (ELF machine {found})"
+    tables = ((segments_at, segment_size, segments), (sections_at, section_size, sections))
+    if any(at + each * count > size for at, each, count in tables):
+        return f"it ends after {size} bytes, before its tables do"
+    if segment_size != _SEGMENT.size or (sections and section_size != _SECTION.size):
+        return "its tables have entries of an unknown size"
+    parts = _table(_SEGMENT, content, segments_at, segments)
+    if any(part[2] + part[5] > size for part in parts):
+        return f"it ends after {size} bytes, inside a segment"
+    stored = [s for s in _table(_SECTION, content, sections_at, sections) if s[1] != _NO_BITS]
+    if any(section[4] + section[5] > size for section in stored):
+        return f"it ends after {size} bytes, inside a section"
+    if not {_LOADED, _DYNAMIC} <= {part[0] for part in parts}:
+        return "it has nothing that could be loaded"
+    return ""
 
 
 class Needs(NamedTuple):

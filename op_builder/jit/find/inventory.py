@@ -150,7 +150,6 @@ def last_seconds(location: cache.Location, library: str, tag: str) -> float | No
 def key_for(spec: DispatcherSpec, manifest: dict[str, Any]) -> tuple[str, str]:
     """Returns the up-to-date key and the Python of a manifest's dispatcher; "" for unknown ones."""
     extras = manifest.get("extras")
-    extras = manifest.get("extras")
     if not (isinstance(extras, list) and len(extras) == 1 and isinstance(extras[0], str)):
         return "", ""
     python = pythons.Python(pythons.name_of(extras[0]), extras[0], "")

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from ...spec import OpSpec
+from ...spec import SUITE, OpSpec
 from ..backends.library import key_extras, key_flags
 from ..errors import UnknownOpError
 from ..platform import machine
@@ -25,10 +25,10 @@ def normalise(flags: Iterable[str], root: str) -> list[str]:
 
 def _named_sources(spec: OpSpec, device: str) -> dict[str, bytes]:
     """Returns the SHA-256 digests of a library's sources and headers by name, sorted."""
-    root, suite = str(spec.root), spec.suite_root
+    root, suite = str(spec.root), str(SUITE)
 
     def name(path: str) -> str:
-        if suite and path.startswith(suite + os.sep) and not path.startswith(root + os.sep):
+        if not path.startswith(root + os.sep) and path.startswith(suite + os.sep):
             return f"<suite>/{os.path.relpath(path, suite)}"
         return os.path.relpath(path, root)
 

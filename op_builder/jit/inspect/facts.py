@@ -25,8 +25,7 @@ from ..find.key import key_of
 from ..platform import CUDA, gpu_platform, installed_torch
 from ..prebuild.batch import Targets
 from . import machine
-
-Facts = dict[str, Any]
+from .machine import Facts
 
 
 def add_ops(parser: argparse.ArgumentParser, text: str) -> None:

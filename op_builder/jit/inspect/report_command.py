@@ -126,11 +126,9 @@ def _part(rows: list[Facts], device: str, problems: list[str]) -> str:
 def _unusable(rows: list[Facts]) -> list[str]:
     """Returns the reasons why libraries are not usable, each once with how many it is about."""
     reasons = _by_reason(row for row in rows if row["state"] not in _USABLE)
-    more = {
-        reason: f" and {len(names) - 1} more" * (len(names) > 1)
-        for reason, names in reasons.items()
-    }
-    return [f"{names[0]}{more[reason]}: {reason}" for reason, names in reasons.items()]
+    more = [f" and {len(names) - 1} more" * (len(names) > 1) for names in reasons.values()]
+    told = zip(reasons.items(), more, strict=True)
+    return [f"{names[0]}{others}: {reason}" for (reason, names), others in told]
 
 
 def _by_reason(rows: Iterable[Facts]) -> dict[str, list[str]]:

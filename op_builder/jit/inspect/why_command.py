@@ -125,16 +125,13 @@ def _verdict(
 
 def _difference(entry: Entry, spec: OpSpec, facts: Facts) -> str:
     theirs, told = entry.manifest, []
-    old, new = theirs.get("sources"), facts["sources"]
-    changes = (
-        {}
-        if old is None
-        else {
-            "changed": [name for name in new if name in old and old[name] != new[name]],
-            "new": [name for name in new if name not in old],
-            "gone": [name for name in old if name not in new],
-        }
-    )
+    now: dict[str, str] = facts["sources"]
+    was: dict[str, str] = theirs.get("sources", now)
+    changes = {
+        "changed": [name for name in now if name in was and was[name] != now[name]],
+        "new": [name for name in now if name not in was],
+        "gone": [name for name in was if name not in now],
+    }
     for word, names in changes.items():
         if names:
             more = f" and {len(names) - 3} more" * (len(names) > 3)

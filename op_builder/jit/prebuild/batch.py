@@ -159,10 +159,9 @@ def _build_one(
         )  # fmt: skip
         os.close(opened.fd)
         return manifest_report(wanted, "built", opened.path)
-    except errors.BuildError as error:
-        return wanted.report("failed", reason=str(error))
-    except Exception as error:  # a thread must answer; anything else here is an error of its own
-        return wanted.report("failed", reason=f"{type(error).__name__}: {error}")
+    except Exception as error:  # a thread must answer
+        name = "" if isinstance(error, errors.BuildError) else f"{type(error).__name__}: "
+        return wanted.report("failed", reason=f"{name}{error}")
 
 
 def _stop(threads: Sequence[threading.Thread]) -> None:

@@ -286,7 +286,8 @@ def test_key_tells_neither_place(tmp_path, monkeypatch):
     assert Echo(write(tmp_path / "two" / "deeper")).key("cpu") == before
     suite = tmp_path / "installed"
     shutil.copytree(CHECKOUT / "csrc" / "common", suite / "csrc" / "common")
-    monkeypatch.setattr(op_builder.spec, "SUITE", suite)
+    for module in (op_builder.spec, op_builder.jit.find.key):
+        monkeypatch.setattr(module, "SUITE", suite)
     assert Echo(tmp_path / "one").key("cpu") == before
     assert Echo(write(suite / "inside")).key("cpu") == before
     with (suite / "csrc/common/abi/op.h").open("a") as file:

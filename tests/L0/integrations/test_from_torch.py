@@ -16,7 +16,7 @@ from apex_te.integrations.from_torch import Conv1DLinear
 from apex_te.module.layer_norm import LayerNorm
 from apex_te.module.linear import Linear
 from apex_te.module.rms_norm import RMSNorm
-from apex_te.ops.product_count import fp8_gemm_count
+from apex_te.ops.gemm_common import fp8_gemm_count
 from apex_te.recipe import DelayedScaling, make_recipe
 
 TOLERANCE = {"rtol": 1.3e-6, "atol": 1e-5}

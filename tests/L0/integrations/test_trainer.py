@@ -15,7 +15,7 @@ from apex_te.integrations import conversion_summary, key_map
 from apex_te.integrations.huggingface import FP8Callback
 from apex_te.module.layer_norm_linear import LayerNormLinear
 from apex_te.module.rms_norm import RMSNorm
-from apex_te.ops.product_count import fp8_gemm_count
+from apex_te.ops.gemm_common import fp8_gemm_count
 from apex_te.recipe import CurrentScaling, DelayedScaling
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")

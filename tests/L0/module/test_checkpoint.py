@@ -7,7 +7,7 @@ from torch.utils.checkpoint import checkpoint
 from apex_te import Linear, flush_fp8_state, fp8_autocast
 from apex_te.fp8.delayed.ranks import amax_groups
 from apex_te.fp8.delayed.state import TENSORS
-from apex_te.ops.product_count import fp8_gemm_count
+from apex_te.ops.gemm_common import fp8_gemm_count
 from apex_te.recipe import DelayedScaling
 
 

@@ -11,7 +11,7 @@ from apex_te.distributed import CudaRNGStatesTracker, checkpoint
 from apex_te.fp8.delayed.ranks import amax_groups
 from apex_te.fp8.delayed.state import TENSORS
 from apex_te.module.linear import Linear
-from apex_te.ops.product_count import fp8_gemm_count
+from apex_te.ops.gemm_common import fp8_gemm_count
 from apex_te.recipe import DelayedScaling
 
 reentrant = pytest.mark.parametrize("use_reentrant", [True, False])

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from apex_te import Linear, flush_fp8_state, fp8_autocast
 from apex_te.module.grouped.linear import GroupedLinear
-from apex_te.ops.product_count import fp8_gemm_count
+from apex_te.ops.gemm_common import fp8_gemm_count
 from apex_te.recipe import CurrentScaling, DelayedScaling
 from tests.checks import assert_same_bits
 

@@ -18,7 +18,7 @@ from module_cases import (
 )
 
 from apex_te import GroupedLinear, LayerNormLinear, LayerNormMLP, Linear, fp8_autocast
-from apex_te.ops.product_count import fp8_gemm_count
+from apex_te.ops.gemm_common import fp8_gemm_count
 from apex_te.recipe import DelayedScaling, Format
 
 HYBRID = DelayedScaling(amax_history_len=4)

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from apex_te import CudaRNGStatesTracker, LayerNormMLP, TransformerLayer, checkpoint, fp8_autocast
 from apex_te.fp8.delayed.state import TENSORS
-from apex_te.ops.product_count import fp8_gemm_count
+from apex_te.ops.gemm_common import fp8_gemm_count
 
 HIDDEN, FFN, TOKENS = 32, 48, 24
 OPTIONS = {

@@ -25,7 +25,7 @@ import apex_te
 from apex_te import LayerNormLinear, LayerNormMLP, Linear, fp8_autocast
 from apex_te.module._core import programs, recorder
 from apex_te.ops import gemm_tuning
-from apex_te.ops.product_count import fp8_gemm_count
+from apex_te.ops.gemm_common import fp8_gemm_count
 
 COLS, STEPS = 32, 5
 ROOT = Path(__file__).resolve().parents[3]

@@ -18,7 +18,7 @@ from module_cases import (
 from apex_te import fp8_autocast
 from apex_te.module.layer_norm_mlp import LayerNormMLP
 from apex_te.module.linear import Linear
-from apex_te.ops.product_count import fp8_gemm_count
+from apex_te.ops.gemm_common import fp8_gemm_count
 from apex_te.recipe import DelayedScaling, Format
 
 

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from apex_te.ops import hif8, mx_quantize
 from apex_te.ops.block_quantize import block_quantize
 from apex_te.ops.emulated_gemm import emulated_block_gemm, hif8_gemm, mx_gemm
-from apex_te.ops.product_count import product_into
+from apex_te.ops.gemm_common import product_into
 
 SHAPES = [(16, 16, 128), (144, 272, 384), (1, 16, 32), (7, 5, 3), (33, 100, 57)]
 

@@ -11,7 +11,7 @@ from apex_te.ops import fp8_gemm as op
 from apex_te.ops import gemm_tuning
 from apex_te.ops.cast_transpose import cast_transpose
 from apex_te.ops.fp8_gemm import fp8_gemm
-from apex_te.ops.product_count import fp8_gemm_count
+from apex_te.ops.gemm_common import fp8_gemm_count
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SHAPES = [(16, 16, 16), (1, 16, 32), (48, 80, 128), (7, 5, 3), (33, 100, 57), (128, 250, 257)]

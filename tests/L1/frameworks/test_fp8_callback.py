@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from apex_te import flush_fp8_state
-from apex_te.ops.product_count import fp8_gemm_count
+from apex_te.ops.gemm_common import fp8_gemm_count
 from apex_te.recipe import CurrentScaling, DelayedScaling
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")

@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.precision import TransformerEnginePrecision
 
 from apex_te import recipe as native
-from apex_te.ops.product_count import fp8_gemm_count
+from apex_te.ops.gemm_common import fp8_gemm_count
 
 WIDTH = 64
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

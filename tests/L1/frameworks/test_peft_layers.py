@@ -19,7 +19,7 @@ from transformers import OPTConfig, OPTForCausalLM
 
 from apex_te.integrations import from_torch
 from apex_te.module.linear import Linear
-from apex_te.ops.product_count import fp8_gemm_count
+from apex_te.ops.gemm_common import fp8_gemm_count
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 TARGETS = ["q_proj", "v_proj", "up_proj", "down_proj"]

@@ -11,7 +11,7 @@ from torchtitan.models.common.linear import Linear, ScaledBiasRowwiseLinear
 from torchtitan.models.llama3 import model_registry
 
 from apex_te.integrations.torchtitan import FP8Linear, FP8LinearConverter
-from apex_te.ops.product_count import fp8_gemm_count
+from apex_te.ops.gemm_common import fp8_gemm_count
 
 RECIPES = ["tensorwise", "blockwise", "mxfp8"]
 # A batch for each step; few of the vocabulary's ids occur, which is what there is to be learned.

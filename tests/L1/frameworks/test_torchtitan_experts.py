@@ -13,7 +13,7 @@ from apex_te.integrations.torchtitan import (
     FP8GroupedExpertsConverter,
     FP8LinearConverter,
 )
-from apex_te.ops.product_count import fp8_gemm_count
+from apex_te.ops.gemm_common import fp8_gemm_count
 
 RECIPES = ["tensorwise", "blockwise", "mxfp8"]
 FUSED = RECIPES[:2]

@@ -23,7 +23,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from apex_te.ops.product_count import fp8_gemm_count
+from apex_te.ops.gemm_common import fp8_gemm_count
 
 
 @pytest.fixture(autouse=True)
