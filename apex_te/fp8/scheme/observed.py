@@ -68,9 +68,13 @@ class ObservedQuantizer(Quantizer):
         with_dbias: bool = False,
     ) -> tuple[QuantizedTensor, torch.Tensor | None]:
         out = self.inner.quantize(x, rowwise, columnwise, with_dbias)
-        if _is_eager(x):
-            self.note(x, out[0], self.inner)
+        self.report(x, out[0])
         return out
+
+    def report(self, x: torch.Tensor, quantized: QuantizedTensor) -> None:
+        """Reports what ``x`` was quantized to, here or by others in place of this quantizer."""
+        if _is_eager(x):
+            self.note(x, quantized, self.inner)
 
     def produce(
         self, producer: FusedCast, rowwise: bool = True, columnwise: bool = True

@@ -17,6 +17,7 @@ from ...fp8.module_fp8 import ModuleFP8
 from ...fp8.scheme.block import BlockQuantizer
 from ...fp8.scheme.current import CurrentScalingQuantizer
 from ...fp8.scheme.delayed import DelayedScalingQuantizer
+from ...fp8.scheme.observed import ObservedQuantizer
 from ...fp8.tensor import QuantizedTensor
 from ...ops.block_quantize import BlockQuantized, scale_shape
 from ...ops.fp8_output import MAX_AMAXES
@@ -222,6 +223,9 @@ class KeptWeights:
         self, fp8: ModuleFP8, gemm: int, weight: torch.Tensor, quantizer: Any, for_cache: bool
     ) -> QuantizedTensor | None:
         """Returns FP8 copies of ``weight``, as ``KeptCopies.current``; None if it must be cast."""
+        observed = quantizer if isinstance(quantizer, ObservedQuantizer) else None
+        if observed is not None:
+            quantizer = observed.inner
         rule = Rule.of(quantizer)
         if rule is None or not _fits(weight):
             return None
@@ -233,7 +237,10 @@ class KeptWeights:
                 _scaled.add(found)
             if _renew_scales not in preparations:
                 preparations.append(_renew_scales)
-        return None if found.is_released else found.current(weight, quantizer, for_cache)
+        copies = None if found.is_released else found.current(weight, quantizer, for_cache)
+        if observed is not None and copies is not None:
+            observed.report(weight, copies)
+        return copies
 
 
 def tensors_of(cached: Sequence[QuantizedTensor | None]) -> tuple[torch.Tensor, ...]:

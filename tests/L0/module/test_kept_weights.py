@@ -10,7 +10,7 @@ from schemes import FIRST_STEP, SCHEMES
 from torch.utils.checkpoint import checkpoint
 
 import apex_te
-from apex_te import fp8_autocast, fp8_model_init, keep_fp8_weights
+from apex_te import fp8_autocast, fp8_model_init, fp8_statistics, keep_fp8_weights
 from apex_te.fp8.scheme.block import BlockQuantizer
 from apex_te.module._core import kept_weights
 from apex_te.module.grouped.linear import GroupedLinear
@@ -561,3 +561,23 @@ def test_a_captured_step_ends_it(recipe):
     other = copy.deepcopy(model)
     keep_fp8_weights(other)
     assert_equal(run(other), run(model))
+
+
+@pytest.mark.parametrize("recipe", KEPT)
+@pytest.mark.parametrize("is_own", [True, False])
+def test_statistics_see_kept_weights(device, recipe, is_own):
+    """A recompute, whose casts are not reported, finds what forward saved."""
+    found = []
+    for keeps in (False, True):
+        model = torch.nn.Sequential(build(device=device, checkpoint=is_own))
+        keep_fp8_weights(model, keeps)
+        call = None if is_own else lambda x, m=model: checkpoint(m, x, use_reentrant=False)
+        with fp8_statistics(model) as stats:
+            bits = train(model, adam(model.parameters()), SCHEMES[recipe], 3, device, call=call)
+        noted = stats.to_dict()
+        assert len(noted["0.fc1.weight"]["amax"]) == 3
+        found.append((bits, noted))
+    (bits, noted), (expected, others) = found
+    assert noted == others
+    for a, b in zip(bits, expected, strict=True):
+        assert torch.equal(a, b)
