@@ -225,7 +225,7 @@ def normalized(
     ``operand`` has the rows of all ranks. ``local`` has this rank's FP8 copies, or is None if rows
     are gathered in bf16 or fp32. ``y``, the norm's output, is None if neither returned nor saved.
     """
-    if not options.return_norm and not gemm.saves_values:
+    if not (options.return_norm or gemm.saves_values or gemm.rounds_input):
         return *gemm.cast_input(norm), None
     y = norm.plain()
     return *gemm.cast_input(y), y

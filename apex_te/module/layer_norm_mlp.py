@@ -548,7 +548,7 @@ def _forward(
         hidden = _gemm.multiply(gemm1.quantizers, quantized, w1, weight1, b1, dtype)
         del quantized, part, weight1
         act = ActivationForward(activation, hidden)
-        plain = act.plain() if gemm2.saves_values else None
+        plain = act.plain() if gemm2.saves_values or gemm2.rounds_input else None
         operand, part = gemm2.cast_input(act if plain is None else plain)
         del act
     if holds and hidden_scale is None:

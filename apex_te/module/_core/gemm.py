@@ -102,8 +102,8 @@ class FP8Call(NamedTuple):
         if parallel is not None and parallel.gathers_input:
             shared, gathers = quantizers.input.shared(parallel.group), True
         decodes = quantizers.backward == "dequantized"
-        saves = (options.save_original or quantizers.high_precision_wgrad) and not decodes
-        saves = need_weight and (saves or (gathers and shared is None))
+        rounds = (options.save_original or quantizers.high_precision_wgrad) and not decodes
+        saves = need_weight and (rounds or (gathers and shared is None))
         keeps = need_weight and not (saves or gathers or decodes)
         remakes = self.small and has_source and (saves or keeps)
         # A weight that is held in FP8 is not cast.
@@ -111,7 +111,7 @@ class FP8Call(NamedTuple):
         cached = (self.cached[index] is not None or kept) and quantizers.backward is None
         return GemmCall(
             quantizers, need_input, need_weight, weight.dtype, options, parameter, cached, shared,
-            gathers, saves, keeps, remakes,
+            gathers, saves, keeps, remakes, rounds,
         )  # fmt: skip
 
 
@@ -129,6 +129,8 @@ class GemmCall(NamedTuple):
         saves_values: True if the input is saved for backward in bf16 or fp32.
         keeps_input: True if forward makes the input's columnwise copy for the weight gradient.
         remakes_input: True if only the scale of the input is saved, and ``remade`` makes the rest.
+        rounds_input: True if an op's result is rounded to bf16 before its cast, as a call that
+            saves it must: calls without gradients compute the same bits.
     """
 
     quantizers: GemmQuantizers
@@ -143,6 +145,7 @@ class GemmCall(NamedTuple):
     saves_values: bool
     keeps_input: bool
     remakes_input: bool = False
+    rounds_input: bool = False
 
     def cast_input(
         self, source: torch.Tensor | FusedCast

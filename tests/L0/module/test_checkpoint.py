@@ -1,14 +1,16 @@
 """torch.utils.checkpoint gives bitwise the same loss, gradients and state as no checkpoint."""
 
+import copy
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from apex_te import Linear, flush_fp8_state, fp8_autocast
+from apex_te import LayerNormLinear, LayerNormMLP, Linear, flush_fp8_state, fp8_autocast
 from apex_te.fp8.delayed.ranks import amax_groups
 from apex_te.fp8.delayed.state import TENSORS
 from apex_te.ops.gemm_common import fp8_gemm_count
-from apex_te.recipe import DelayedScaling
+from apex_te.recipe import BlockScaling, CurrentScaling, DelayedScaling
 
 
 def build(device):
@@ -87,3 +89,35 @@ def test_recompute_follows_the_last_forward(reentrant):
     assert all(
         torch.equal(a, getattr(module.fp8_state, n)) for a, n in zip(state, TENSORS, strict=True)
     )
+
+
+NORMED = {
+    "linear": lambda **options: LayerNormLinear(64, 32, **options),
+    "gelu": lambda **options: LayerNormMLP(64, 32, **options),
+    "swiglu": lambda **options: LayerNormMLP(64, 32, activation="swiglu", bias=False, **options),
+}
+
+
+@pytest.mark.parametrize("kind", NORMED)
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        DelayedScaling(override_linear_precision=(False, False, True)),
+        CurrentScaling(override_linear_precision=(False, False, True)),
+        BlockScaling(backward="high_precision"),
+        DelayedScaling(),
+    ],
+    ids=["delayed, no wgrad", "tensorwise, no wgrad", "high precision", "delayed"],
+)
+def test_calls_without_gradients_have_the_same_bits(device, kind, recipe):
+    """As the first forward of a reentrant checkpoint: with a bf16 wgrad the input is rounded."""
+    torch.manual_seed(1)
+    first = NORMED[kind](device=device, params_dtype=torch.bfloat16)
+    x = torch.randn(32, 64, device=device).bfloat16()
+    found = []
+    for grad, learns in ((True, True), (False, True), (True, False)):
+        module = copy.deepcopy(first).requires_grad_(learns)
+        with torch.set_grad_enabled(grad), fp8_autocast(fp8_recipe=recipe):
+            found.append(module(x.clone().requires_grad_(grad)).detach())
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
