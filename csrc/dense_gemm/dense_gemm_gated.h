@@ -2,8 +2,8 @@
 // or FP8 data of them, and the activation's FP8 data.
 #pragma once
 
-#include "common/gpu/vec.h"
 #include "common/numerics/block_rule.h"
+#include "dense_gemm/dense_gemm_codes.h"
 #include "dense_gemm/dense_gemm_kernel.h"
 #include "dense_gemm/dense_gemm_store.h"
 #include "swiglu/swiglu.h"
@@ -11,29 +11,6 @@
 namespace apex_te {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-
-__device__ __forceinline__ float low_of(uint32_t pair) { return __uint_as_float(pair << 16); }
-__device__ __forceinline__ float high_of(uint32_t pair) {
-  return __uint_as_float(pair & 0xFFFF0000u);
-}
-
-__device__ __forceinline__ void store_shared(uint32_t address, uint32_t low_half) {
-  asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(static_cast<uint16_t>(low_half))
-               : "memory");
-}
-
-__device__ __forceinline__ float scale_of(const Gated& gated) {
-  return gated.scale ? *gated.scale : 1.0f;
-}
-
-// What is left of a gated product when all tiles are done.
-__device__ __forceinline__ void finish_gated(const Gated& gated, uint32_t amax) {
-  amax = warp_max(amax);
-  if (threadIdx.x % 32 == 0 && gated.amax && amax)
-    atomicMax(reinterpret_cast<unsigned int*>(gated.amax), amax);
-  if (blockIdx.x == 0 && threadIdx.x % 128 == 0 && gated.scale_inv)
-    *gated.scale_inv = 1.0f / *gated.scale;
-}
 
 // kHeld: the sums leave in E4M3, with a scale for each row of a tile's gates and of its ups.
 template <typename V, Activation kAct, bool kHeld>
@@ -130,7 +107,7 @@ struct GatedStore {
       for (int half = 0; half < 2; ++half) {
         const uint32_t* w = last.words + 4 * (half * kGroups + kStep);
         const float by = held_scales[2 * half], by_8 = held_scales[2 * half + 1];
-        store_codes(staged + half * kBytes, kStep,
+        stage_codes(staged + half * kBytes, kStep,
                     encode_held(w[0], by) | encode_held(w[2], by) << 16,
                     encode_held(w[1], by_8) | encode_held(w[3], by_8) << 16);
       }
@@ -170,22 +147,12 @@ struct GatedStore {
     if (exists && row + 8 < p.g.m) amax = max(amax, largest_8);
   }
 
-  // Codes of group q of 16 columns, of the lane's row and of the eighth row after.
-  static __device__ __forceinline__ void store_codes(uint32_t to, int q, uint32_t row_codes,
-                                                     uint32_t row_8_codes) {
-    const uint32_t row = threadIdx.x % 32 / 4;
-    const uint32_t at = to + row * 128 + threadIdx.x % 4 * 2 + (q ^ row % 8) * 16;
-    store_shared(at, row_codes);
-    store_shared(at + 8, row_codes >> 16);
-    store_shared(at + 8 * 128, row_8_codes);
-    store_shared(at + 8 * 128 + 8, row_8_codes >> 16);
-  }
   __device__ __forceinline__ void store_codes() {
     const bool is_first = threadIdx.x % 32 == 0;
     if (is_first) stores_wait();
     __syncwarp();
 #pragma unroll
-    for (int q = 0; q < kGroups; ++q) store_codes(staged, q, codes[q][0], codes[q][1]);
+    for (int q = 0; q < kGroups; ++q) stage_codes(staged, q, codes[q][0], codes[q][1]);
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     __syncwarp();
     if (is_first && last.row < p.g.m && last.column < p.g.n / 2) {
@@ -197,7 +164,7 @@ struct GatedStore {
   __device__ __forceinline__ void finish() {
     all_steps(*this, std::make_integer_sequence<int, kSteps>{});
     if (threadIdx.x % 32 == 0) stores_wait();
-    finish_gated(p.gated, amax);
+    finish_codes(p.gated, amax);
   }
 };
 

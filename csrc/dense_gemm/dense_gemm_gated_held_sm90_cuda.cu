@@ -3,6 +3,7 @@
 
 #if !defined(__HIP_PLATFORM_AMD__)
 
+#include "dense_gemm/dense_gemm_gated.h"
 #include "dense_gemm/dense_gemm_gated_bwd.h"
 
 APEX_TE_DEFINE(dense_gemm_swiglu_held) { apex_te::run_gated<true>(args); }
