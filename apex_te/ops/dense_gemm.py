@@ -116,6 +116,11 @@ def multiplies(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape[1] % 16 == 0 and b.shape[0] % 8 == 0 and not (a.data_ptr() | b.data_ptr()) % 16
 
 
+def reads_bias(bias: torch.Tensor | None) -> bool:
+    """Returns True if the suite's kernels can read ``bias``, which they do in pairs."""
+    return bias is None or bias.data_ptr() % 4 == 0
+
+
 def multiply_into(a, b, a_scale_inv, b_scale_inv, out, bias, residual, accumulate, promotion):
     """Computes ``dense_gemm`` into ``out`` without checking the arguments.
 
@@ -125,7 +130,7 @@ def multiply_into(a, b, a_scale_inv, b_scale_inv, out, bias, residual, accumulat
         promotion: number of products along K that are summed before float32; 0: all of K.
     """
     results = out.data_ptr() | (0 if residual is None else residual.data_ptr())
-    if multiplies(a, b) and results % 16 == 0:
+    if multiplies(a, b) and results % 16 == 0 and reads_bias(bias):
         gemm_common.count_gemms()
         _lib.dense_gemm(
             a, b, a_scale_inv, b_scale_inv, out, bias, residual, accumulate, promotion, 0, 0,

@@ -334,9 +334,9 @@ def _launch_fwd_held(a, b, a_scale_inv, b_scale_inv, hidden, hidden_scale_inv, *
 
 
 def _launch_of_fwd(function, a, b, a_scale_inv, b_scale_inv, hidden, rest):
-    _, _, act, _, _, code = rest
-    is_e4m3 = a.dtype is torch.float8_e4m3fn
-    if not (is_e4m3 and fuses(a, b, _NAMES[code]) and _aligned(*hidden, act)):
+    bias, _, act, _, _, code = rest
+    is_read = a.dtype is torch.float8_e4m3fn and dense_gemm.reads_bias(bias)
+    if not (is_read and fuses(a, b, _NAMES[code]) and _aligned(*hidden, act)):
         return None
     args = (a, b, a_scale_inv, b_scale_inv, *hidden, *rest, 0, dense_gemm.STREAM_RESULTS)
     return Launch(function, args, 1)

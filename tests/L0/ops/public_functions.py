@@ -49,6 +49,7 @@ OTHERS = {
     "dense_gemm.has_dense_fp8",
     "dense_gemm.multiplies",
     "dense_gemm.multiply_into",
+    "dense_gemm.reads_bias",
     "dense_gemm_swiglu.fuses",
     "dense_gemm_swiglu.gains",
     "fp8_gemm.bound_product",
