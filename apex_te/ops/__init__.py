@@ -21,6 +21,7 @@ if _typing.TYPE_CHECKING:  # for type checkers; at run time each module is impor
     from . import cross_entropy as cross_entropy
     from . import current_scale as current_scale
     from . import dense_gemm as dense_gemm
+    from . import dense_gemm_gelu as dense_gemm_gelu
     from . import dense_gemm_swiglu as dense_gemm_swiglu
     from . import emulated_gemm as emulated_gemm
     from . import focal_loss as focal_loss

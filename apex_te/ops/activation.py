@@ -15,7 +15,7 @@ from .fp8_output import FP8Output
 
 _fwd = bind("activation", "activation_fwd")
 _bwd = bind("activation", "activation_bwd")
-_fwd_fp8 = bind("activation", "activation_fwd_fp8")
+fwd_fp8_into = bind("activation", "activation_fwd_fp8")
 _bwd_fp8 = bind("activation", "activation_bwd_fp8")
 
 
@@ -139,7 +139,7 @@ def activation_fwd_fp8(
     result = allocate_fp8(
         "activation_fwd_fp8", x, fp8_dtype, rowwise, columnwise, pad_columnwise, out
     )
-    _fwd_fp8(x, scale, result.rowwise, result.columnwise, amax, result.scale_inv, number)
+    fwd_fp8_into(x, scale, result.rowwise, result.columnwise, amax, result.scale_inv, number)
     note_written(amax, *(out or ()))
     return result
 

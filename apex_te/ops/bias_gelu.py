@@ -15,10 +15,10 @@ from .fp8_output import FP8Output
 _fwd = bind("bias_gelu", "bias_gelu_fwd")
 _bwd = bind("bias_gelu", "bias_gelu_bwd")
 _fwd_fp8 = bind("bias_gelu", "bias_gelu_fwd_fp8")
-_bwd_fp8 = bind("bias_gelu", "bias_gelu_bwd_fp8")
+bwd_fp8_into = bind("bias_gelu", "bias_gelu_bwd_fp8")
 
 # Rows that one line of the bias-gradient workspace sums (csrc/common/activation/arguments.h).
-_TILE_ROWS = 64
+TILE_ROWS = 64
 
 
 class BiasGeluGrads(NamedTuple):
@@ -244,7 +244,7 @@ def bias_gelu_bwd_fp8(
     )
     dbias, workspace = _dbias(x) if with_dbias else (None, None)
     outputs = (result.rowwise, result.columnwise, amax, result.scale_inv)
-    _bwd_fp8(grad_output, x, _dense(bias), scale, *outputs, dbias, workspace, is_tanh)
+    bwd_fp8_into(grad_output, x, _dense(bias), scale, *outputs, dbias, workspace, is_tanh)
     note_written(amax, *(out or ()))
     return BiasGeluFP8Grads(result, dbias)
 
@@ -257,7 +257,7 @@ def _dbias(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns uninitialised (bias gradient [cols], float32 workspace of its sums) for x."""
     cols = x.shape[-1]
     rows = math.prod(x.shape[:-1])
-    return x.new_empty(cols), x.new_empty((-(-rows // _TILE_ROWS), cols), dtype=torch.float32)
+    return x.new_empty(cols), x.new_empty((-(-rows // TILE_ROWS), cols), dtype=torch.float32)
 
 
 class _BiasGelu(OpFunction):

@@ -311,7 +311,7 @@ def gains(rows: int, features: int, depth: int) -> bool:
     return rows >= _MIN_ROWS and depth >= _MIN_DEPTH and rows * features * depth >= _MIN_WORK
 
 
-def _aligned(*tensors: torch.Tensor | None) -> bool:
+def aligned(*tensors: torch.Tensor | None) -> bool:
     """Returns True if all tensors begin at multiples of 16 bytes; None counts as aligned."""
     return not any(t is not None and t.data_ptr() % 16 for t in tensors)
 
@@ -336,14 +336,14 @@ def _launch_fwd_held(a, b, a_scale_inv, b_scale_inv, hidden, hidden_scale_inv, *
 def _launch_of_fwd(function, a, b, a_scale_inv, b_scale_inv, hidden, rest):
     bias, _, act, _, _, code = rest
     is_read = a.dtype is torch.float8_e4m3fn and dense_gemm.reads_bias(bias)
-    if not (is_read and fuses(a, b, _NAMES[code]) and _aligned(*hidden, act)):
+    if not (is_read and fuses(a, b, _NAMES[code]) and aligned(*hidden, act)):
         return None
     args = (a, b, a_scale_inv, b_scale_inv, *hidden, *rest, 0, dense_gemm.STREAM_RESULTS)
     return Launch(function, args, 1)
 
 
 def _run_fwd(a, b, a_scale_inv, b_scale_inv, hidden, *rest):
-    if _ran(_launch_fwd(a, b, a_scale_inv, b_scale_inv, hidden, *rest)):
+    if ran(_launch_fwd(a, b, a_scale_inv, b_scale_inv, hidden, *rest)):
         return
     bias, scale, act, amax, scale_inv, code = rest
     dense_gemm.multiply_into(a, b, a_scale_inv, b_scale_inv, hidden, bias, None, False, 0)
@@ -359,14 +359,14 @@ def _any(like):
 
 
 def _run_fwd_held(a, b, a_scale_inv, b_scale_inv, hidden, hidden_scale_inv, *rest):
-    if _ran(_launch_fwd_held(a, b, a_scale_inv, b_scale_inv, hidden, hidden_scale_inv, *rest)):
+    if ran(_launch_fwd_held(a, b, a_scale_inv, b_scale_inv, hidden, hidden_scale_inv, *rest)):
         return
     values = torch.empty_like(hidden, dtype=torch.bfloat16)
     _run_fwd(a, b, a_scale_inv, b_scale_inv, values, *rest)
     quantize_into(values, hidden, hidden_scale_inv, None, None, None, 1, 1, 0.0, _POW2)
 
 
-def _ran(launch):
+def ran(launch):
     """Runs a ``Launch``; returns False without one."""
     if launch is None:
         return False
@@ -394,21 +394,21 @@ def _launch_of_bwd(function, a, b, a_scale_inv, b_scale_inv, hidden, rest):
     _, grad, rowwise, columnwise, _, _, _, act_columnwise, code, _ = rest
     given = (*hidden, grad, rowwise, columnwise, act_columnwise)
     is_dtype = rowwise is None or rowwise.dtype is a.dtype
-    if not (is_dtype and fuses(a, b, _NAMES[code]) and _aligned(*given)):
+    if not (is_dtype and fuses(a, b, _NAMES[code]) and aligned(*given)):
         return None
     args = (a, b, a_scale_inv, b_scale_inv, *hidden, *rest, 0, dense_gemm.STREAM_RESULTS)
     return Launch(function, args, 1)
 
 
 def _run_bwd(a, b, a_scale_inv, b_scale_inv, hidden, *rest):
-    if _ran(_launch_bwd(a, b, a_scale_inv, b_scale_inv, hidden, *rest)):
+    if ran(_launch_bwd(a, b, a_scale_inv, b_scale_inv, hidden, *rest)):
         return
     inputs, functions = (hidden, None, None, None), (swiglu.bwd_fp8_into, swiglu.fwd_fp8_into)
     _bwd_apart(a, b, a_scale_inv, b_scale_inv, inputs, functions, *rest)
 
 
 def _run_bwd_held(a, b, a_scale_inv, b_scale_inv, hidden, hidden_scale_inv, *rest):
-    if _ran(_launch_bwd_held(a, b, a_scale_inv, b_scale_inv, hidden, hidden_scale_inv, *rest)):
+    if ran(_launch_bwd_held(a, b, a_scale_inv, b_scale_inv, hidden, hidden_scale_inv, *rest)):
         return
     inputs, functions = (hidden, hidden_scale_inv), (swiglu.bwd_held_into, swiglu.fwd_held_into)
     _bwd_apart(a, b, a_scale_inv, b_scale_inv, inputs, functions, *rest)

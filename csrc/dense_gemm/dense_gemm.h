@@ -39,6 +39,10 @@ APEX_TE_IN_PLACE(dense_gemm, "out: residual")
 //
 // dense_gemm_swiglu_held_bwd: the same with hidden in E4M3, with scales of blocks of 1x128; its
 // values are rounded to bfloat16.
+//
+// Products of an MLP with GELU in its tanh form, likewise. Where dense_gemm_gelu_bwd is given
+// dbias, it receives the column sums of the gradient of hidden before its cast, in lines of 32 rows
+// whose sums lie in the workspace.
 APEX_TE_FUNCTION(dense_gemm_swiglu,
                  "a: e4m3[m k], b: e4m3[n k], a_scale_inv: f32[1], b_scale_inv: f32[1], "
                  "hidden: bf16[m n]!, bias: bf16[n]?, scale: f32[1]?, act: e4m3[m n/2]!?, "
@@ -64,12 +68,27 @@ APEX_TE_FUNCTION(
     "columnwise: F[2n m%16]!?, amax: f32[1]!!?, scale_inv: f32[1]!?, act_scale: f32[1]?, "
     "act_columnwise: e4m3[n m%16]!?, activation: int, promotion: int, strip: int, cache: int",
     "cuda")
+APEX_TE_FUNCTION(dense_gemm_gelu,
+                 "a: e4m3[m k], b: e4m3[n k], a_scale_inv: f32[1], b_scale_inv: f32[1], "
+                 "hidden: bf16[m n]!, bias: bf16[n]?, scale: f32[1], act: e4m3[m n]!, "
+                 "amax: f32[1]!!?, scale_inv: f32[1]!?, strip: int, cache: int",
+                 "cuda")
+APEX_TE_FUNCTION(dense_gemm_gelu_bwd,
+                 "a: F[m k], b: e4m3[n k], a_scale_inv: f32[1], b_scale_inv: f32[1], "
+                 "hidden: bf16[m n], scale: f32[1], rowwise: F[m n]!, columnwise: F[n m%16]!?, "
+                 "amax: f32[1]!!?, scale_inv: f32[1]!?, act_scale: f32[1]?, "
+                 "act_columnwise: e4m3[n m%16]!?, dbias: bf16[+ n]!?, "
+                 "workspace: f32[m/32 n]!?dbias, promotion: int, strip: int, cache: int",
+                 "cuda")
 
 namespace apex_te {
 
-// Outputs of a gated activation come in such groups: rows of its FP8 data begin at multiples of 16
+// Outputs of an activation come in such groups: rows of its FP8 data begin at multiples of 16
 // bytes.
 constexpr int64_t kGatedGroup = 16;
+
+// Rows of which a line of the workspace of dbias has the sums.
+constexpr int kSumRows = 32;
 
 // Of `cache`.
 constexpr int64_t kKeepA = 1, kKeepB = 2, kStreamResults = 4, kStreamHidden = 8;
@@ -157,7 +176,7 @@ inline DenseGemm check_dense_gemm(Args& args) {
   return g;
 }
 
-// What the epilogues of the gated products have beside the product.
+// What the epilogues of products with an activation have beside the product.
 struct Gated {
   Activation activation;
   const float* scale;
@@ -172,6 +191,8 @@ struct Gated {
   const float* act_scale;
   uint8_t* act_columnwise;  // or null
   int64_t ld;               // row length of both columnwise copies
+  float* sums;              // [M / kSumRows, N], or null
+  void* dbias;              // or null
 };
 
 struct GatedProduct {
@@ -232,25 +253,28 @@ inline TensorView check_hidden(Args& args, GatedProduct& p, int64_t columns, boo
   return hidden;
 }
 
-inline GatedProduct check_gated(Args& args, bool is_held = false) {
+// Without is_gated the activation is GELU.
+inline GatedProduct check_gated(Args& args, bool is_held = false, bool is_gated = true) {
   GatedProduct p{};
   DenseGemm& g = p.g;
   check_gated_operands(args, g, DType::kE4M3);
-  check_multiple(args, "N", g.n, is_held ? 2 * kBlock : 2 * kGatedGroup);
+  const int64_t width = is_gated ? 2 : 1;  // columns of hidden for each output
+  check_multiple(args, "N", g.n, width * (is_held ? kBlock : kGatedGroup));
   const TensorView hidden = check_hidden(args, p, g.n, is_held);
   g.out = is_held ? nullptr : hidden.data<uint16_t>();
   const TensorView bias = args.optional_tensor();
   if (bias) bias.has_dtype({DType::kBFloat16}).has_shape({g.n}).is_dense();
   g.bias = bias.data<const uint16_t>();
-  p.gated.scale = check_float(args.optional_tensor());
-  const TensorView act = args.optional_tensor();
-  if (act) act.has_dtype({DType::kE4M3}).has_shape({g.m, g.n / 2}).is_dense();
+  const auto read = [&] { return is_gated ? args.optional_tensor() : args.tensor(); };
+  p.gated.scale = check_float(read());
+  const TensorView act = read();
+  if (act) act.has_dtype({DType::kE4M3}).has_shape({g.m, g.n / width}).is_dense();
   p.gated.act = act.data<uint8_t>();
   p.gated.amax = check_float(args.optional_tensor());
   p.gated.scale_inv = check_float(args.optional_tensor());
   check_given(args, "scale", p.gated.scale, "act", p.gated.act);
   check_given(args, "scale", p.gated.scale, "scale_inv", p.gated.scale_inv);
-  check_gated_activation(args, p.gated, args.integer());
+  if (is_gated) check_gated_activation(args, p.gated, args.integer());
   g.strip = args.integer();
   g.cache = args.integer();
   check_choices(args, g);
@@ -271,24 +295,36 @@ inline uint8_t* check_padded(const Args& args, const TensorView& x, DType dtype,
   return data;
 }
 
-inline GatedProduct check_gated_bwd(Args& args, bool is_held = false) {
+inline void check_dbias(Args& args, GatedProduct& p) {
+  const TensorView dbias = args.optional_tensor(), workspace = args.optional_tensor();
+  if (!dbias) return;
+  p.gated.dbias = dbias.has_dtype({DType::kBFloat16}).has_shape({p.g.n}).is_dense().data<void>();
+  if (!workspace)
+    fail(kApexTeValueError, "%s: workspace must be given with dbias, got None", args.name());
+  workspace.has_dtype({DType::kFloat32}).has_shape({(p.g.m + kSumRows - 1) / kSumRows, p.g.n});
+  p.gated.sums = workspace.is_dense().data<float>();
+}
+
+inline GatedProduct check_gated_bwd(Args& args, bool is_held = false, bool is_gated = true) {
   GatedProduct p{};
   DenseGemm& g = p.g;
   check_gated_operands(args, g, DType::kE4M3);
   check_multiple(args, "N", g.n, kGatedGroup);
-  const TensorView hidden = check_hidden(args, p, 2 * g.n, is_held);
+  const int64_t columns = is_gated ? 2 * g.n : g.n;
+  const TensorView hidden = check_hidden(args, p, columns, is_held);
   if (!is_held) p.gated.hidden = hidden.data<const uint16_t>();
-  p.gated.scale = check_float(args.optional_tensor());
-  const TensorView grad = args.optional_tensor(), rowwise = args.optional_tensor();
-  const TensorView columnwise = args.optional_tensor();
-  if (static_cast<bool>(grad) == static_cast<bool>(rowwise))
+  const auto read = [&] { return is_gated ? args.optional_tensor() : args.tensor(); };
+  p.gated.scale = check_float(read());
+  const TensorView grad = is_gated ? args.optional_tensor() : TensorView{};
+  const TensorView rowwise = read(), columnwise = args.optional_tensor();
+  if (is_gated && static_cast<bool>(grad) == static_cast<bool>(rowwise))
     fail(kApexTeValueError, "%s: one of grad and rowwise must be given, got %s", args.name(),
          grad ? "both" : "None twice");
   if (grad) grad.has_dtype({DType::kBFloat16}).has_shape({g.m, g.n}).is_dense();
-  if (rowwise) rowwise.has_dtype({g.a_type}).has_shape({g.m, 2 * g.n}).is_dense();
+  if (rowwise) rowwise.has_dtype({g.a_type}).has_shape({g.m, columns}).is_dense();
   p.gated.grad = grad.data<uint16_t>();
   p.gated.rowwise = rowwise.data<uint8_t>();
-  p.gated.columnwise = check_padded(args, columnwise, g.a_type, 2 * g.n, g, &p.gated.ld);
+  p.gated.columnwise = check_padded(args, columnwise, g.a_type, columns, g, &p.gated.ld);
   p.gated.amax = check_float(args.optional_tensor());
   p.gated.scale_inv = check_float(args.optional_tensor());
   p.gated.act_scale = check_float(args.optional_tensor());
@@ -298,7 +334,10 @@ inline GatedProduct check_gated_bwd(Args& args, bool is_held = false) {
   check_given(args, "scale", p.gated.scale, "scale_inv", p.gated.scale_inv);
   check_given(args, "rowwise", p.gated.rowwise, "columnwise", p.gated.columnwise);
   check_given(args, "act_scale", p.gated.act_scale, "act_columnwise", p.gated.act_columnwise);
-  check_gated_activation(args, p.gated, args.integer());
+  if (is_gated)
+    check_gated_activation(args, p.gated, args.integer());
+  else
+    check_dbias(args, p);
   g.promotion = args.integer();
   g.strip = args.integer();
   g.cache = args.integer();

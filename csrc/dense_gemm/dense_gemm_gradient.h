@@ -223,7 +223,7 @@ struct GradientEpilogue {
   // Columns of a half, and sums of the columns of a part, for those that have such.
   template <int kHalf>
   __device__ __forceinline__ void store_half(const Corner&) const {}
-  __device__ __forceinline__ void store_sums(const Cursor&) const {}
+  __device__ __forceinline__ void store_sums(const Corner&) const {}
 
   // All tiles of the block.
   __device__ __forceinline__ void run() {
@@ -256,7 +256,7 @@ struct GradientEpilogue {
         __syncwarp();
         self().template store_half<1>(corner);
         self().store_columns(part, corner);
-        self().store_sums(current);
+        self().store_sums(corner);
         corner.column += kPart;
       }
       __syncwarp();

@@ -50,8 +50,10 @@ OTHERS = {
     "dense_gemm.multiplies",
     "dense_gemm.multiply_into",
     "dense_gemm.reads_bias",
+    "dense_gemm_swiglu.aligned",
     "dense_gemm_swiglu.fuses",
     "dense_gemm_swiglu.gains",
+    "dense_gemm_swiglu.ran",
     "fp8_gemm.bound_product",
     "fp8_gemm.decoded",
     "fp8_gemm.is_taken",
@@ -267,7 +269,7 @@ def gemm_case(rows: int, cols: int, **more: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def swiglu_operands(dtype: torch.dtype, rows: int, cols: int, columns: int) -> dict[str, Any]:
+def fused_operands(dtype: torch.dtype, rows: int, cols: int, columns: int) -> dict[str, Any]:
     return {
         "a": codes(rows, cols).view(dtype), "b": codes(columns, cols), "a_scale_inv": one(),
         "b_scale_inv": one(),
@@ -483,16 +485,25 @@ def make_case(name: str, rows: int = 32, cols: int = 64) -> Case:
         "dense_gemm.dense_gemm": lambda: Case(
             gemm_case(*shape, residual=torch.randn(rows, 16).bfloat16()), ("out",)
         ),
+        "dense_gemm_gelu.dense_gemm_gelu": lambda: Case(
+            {**fused_operands(E4M3, *shape, 16), "scale": one(),
+             "bias": torch.randn(16).bfloat16(), "amax": one()}, ("amax",),
+        ),
+        "dense_gemm_gelu.dense_gemm_gelu_bwd": lambda: Case(
+            {**fused_operands(E5M2, *shape, 16), "hidden": torch.randn(rows, 16).bfloat16(),
+             "scale": one(), "fp8_dtype": E5M2, "amax": one(), "act_scale": one(),
+             "with_dbias": True}, ("amax",),
+        ),
         "dense_gemm_swiglu.dense_gemm_swiglu": lambda: Case(
-            {**swiglu_operands(E4M3, *shape, 32), "scale": one(),
+            {**fused_operands(E4M3, *shape, 32), "scale": one(),
              "bias": torch.randn(32).bfloat16(), "amax": one()}, ("amax",),
         ),
         "dense_gemm_swiglu.dense_gemm_swiglu_held": lambda: Case(
-            {**swiglu_operands(E4M3, *shape, 256), "scale": one(),
+            {**fused_operands(E4M3, *shape, 256), "scale": one(),
              "bias": torch.randn(256).bfloat16(), "amax": one()}, ("amax",),
         ),
         "dense_gemm_swiglu.dense_gemm_swiglu_bwd": lambda: Case(
-            {**swiglu_operands(E5M2, *shape, 16), "hidden": torch.randn(rows, 32).bfloat16(),
+            {**fused_operands(E5M2, *shape, 16), "hidden": torch.randn(rows, 32).bfloat16(),
              "scale": one(), "fp8_dtype": E5M2, "amax": one(), "act_scale": one()}, ("amax",),
         ),
         "emulated_gemm.emulated_fp8_gemm": lambda: Case(gemm_case(*shape), ("out",)),

@@ -86,7 +86,7 @@ FORMS = {
     "multi_tensor_sgd": [({"momentum": 0.0}, ())], "moe_permute_map": ROUTES,
     "moe_permute_fwd": ROUTES, "dense_gemm_swiglu": SWIGLU,
     "dense_gemm_swiglu_bwd": SWIGLU_BWD, "dense_gemm_swiglu_held_bwd": SWIGLU_BWD,
-    "dense_gemm_swiglu_held": SWIGLU,
+    "dense_gemm_swiglu_held": SWIGLU, "dense_gemm_gelu_bwd": [({"promotion": 512}, ())],
     "grouped_cast": SOURCES, "grouped_block_cast": SOURCES,
 }  # fmt: skip
 # Tensors that are refused without another one, and functions that are refused without any of these.
@@ -138,6 +138,8 @@ CHECKS = {
         "dense_gemm_swiglu_bwd": "check_gated_bwd(args)",
         "dense_gemm_swiglu_held": "check_gated(args, true)",
         "dense_gemm_swiglu_held_bwd": "check_gated_bwd(args, true)",
+        "dense_gemm_gelu": "check_gated(args, false, false)",
+        "dense_gemm_gelu_bwd": "check_gated_bwd(args, false, false)",
     },
     "fp8_gemm/fp8_gemm.h": {each: f"check_{each}(args)" for each in PRODUCTS},
     "grouped_cast/grouped_cast.h": {

@@ -22,7 +22,7 @@ E4M3 = torch.float8_e4m3fn
 FOLDING = [
     name
     for name in NAMES
-    if "amax" in make_case(name).written and not name.startswith("dense_gemm_swiglu")
+    if "amax" in make_case(name).written and not name.startswith("dense_gemm_")
 ]
 
 

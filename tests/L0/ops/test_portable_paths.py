@@ -54,7 +54,7 @@ def choices(name, args):
         chosen = "scales" if "scales" in args else "pow2"
         own = [option for option in own if option != chosen]
     if "out" in args or name.startswith(
-        ("dense_gemm_swiglu.", "grouped_", "fp8_gemm.", "emulated_")
+        ("dense_gemm_gelu.", "dense_gemm_swiglu.", "grouped_", "fp8_gemm.", "emulated_")
     ):
         own = [option for option in own if option not in ("fp8_dtype", "block_rows")]
     for values in itertools.product(*(OPTIONS[option] for option in own)):

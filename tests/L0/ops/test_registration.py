@@ -29,6 +29,8 @@ SUPPLIED = {
     "dense_gemm_swiglu_bwd": ["strip", "cache"],
     "dense_gemm_swiglu_held": ["strip", "cache"],
     "dense_gemm_swiglu_held_bwd": ["strip", "cache"],
+    "dense_gemm_gelu": ["strip", "cache"],
+    "dense_gemm_gelu_bwd": ["strip", "cache"],
 }
 FUNCTIONS = {
     name: parse(spec.signature).params

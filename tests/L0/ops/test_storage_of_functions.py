@@ -20,6 +20,8 @@ DENSE = {
     "cross_entropy.scale_gradient": {"target"},
     "cross_entropy.sum_losses": {"loss"},
     "dense_gemm.dense_gemm": {"a", "b", "bias"},
+    "dense_gemm_gelu.dense_gemm_gelu": {"a", "b", "bias"},
+    "dense_gemm_gelu.dense_gemm_gelu_bwd": {"a", "b", "hidden"},
     "dense_gemm_swiglu.dense_gemm_swiglu": {"a", "b", "bias"},
     "dense_gemm_swiglu.dense_gemm_swiglu_held": {"a", "b", "bias"},
     "dense_gemm_swiglu.dense_gemm_swiglu_bwd": {"a", "b", "hidden"},
