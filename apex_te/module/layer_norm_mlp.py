@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from ..fp8.scheme.base import shared_scale
 from ..fp8.tensor import QuantizedTensor
-from ..ops import dense_gemm_swiglu
+from ..ops import dense_gemm_gelu, dense_gemm_swiglu
 from ..ops.binding import (
     OpFunction,
     once_differentiable,
@@ -316,17 +316,18 @@ class LayerNormMLP(NormedModule):
         return apply_function(LayerNormMLPFunction, tensors, *rest)
 
 
-# GEMMs with fused SwiGLU, for schemes that know the scale before the data (delayed scaling), whose
-# epilogues write FP8 data, or compute it from the amax (current scaling), which their epilogues
-# find. A first delayed scale, too, needs the tensor: the same kernels multiply, and the activation
-# follows by itself; the bits are equal. Block scales are found in the high-precision result, which
-# the kernels of gated activations do not write.
-_SWIGLU = "swiglu"
+# GEMMs with fused SwiGLU or GELU, for schemes that know the scale before the data (delayed
+# scaling), whose epilogues write FP8 data, or, with SwiGLU, compute it from the amax (current
+# scaling), which their epilogues find. A first delayed scale, too, needs the tensor: the same
+# kernels multiply, and the activation follows by itself; the bits are equal but for those of a
+# bias's gradient. Block scales are found in the high-precision result, which these kernels do not
+# write.
+_GELU, _SWIGLU = "gelu", "swiglu"
 _Operands = tuple[Any, Any, Any, Any]
 
 
 class ActivatedProduct(NamedTuple):
-    """FC1's output ``[rows, 2F]`` in bf16, and FP8 copies of the activation's result.
+    """FC1's output in bf16, and FP8 copies of the activation's result.
 
     With ``hidden_scale`` the output is in E4M3, as ``hold`` makes it. ``act_scale``, whose last
     element is the scale, is for the columnwise copy that backward makes; None if backward needs no
@@ -353,25 +354,31 @@ def takes(
     that a recompute and an evaluation run the same GEMMs as the training step.
     """
     first, second = gemm1.quantizers, gemm2.quantizers
-    if not (first.backend.fuses_swiglu and second.backend.fuses_swiglu) or activation != _SWIGLU:
+    if not (first.backend.fuses_swiglu and second.backend.fuses_swiglu):
         return False
-    if b1 is not None or x.dtype is not torch.bfloat16:
+    if activation != _GELU and (activation != _SWIGLU or b1 is not None):
         return False
-    if not all(q.keeps_scale or q.measures for q in (first.grad_output, second.input)):
+    if x.dtype is not torch.bfloat16:
         return False
+    for quantizer in (first.grad_output, second.input):
+        if not (quantizer.keeps_scale or (quantizer.measures and activation == _SWIGLU)):
+            return False
     for gemm in (gemm1, gemm2):
         if gemm.options.parallel is not None or gemm.quantizers.high_precision_wgrad:
             return False
     if gemm2.options.save_original:
         return False
-    return dense_gemm_swiglu.gains(x.shape[0], w1.shape[0] // 2, w1.shape[1])
+    width = 2 if activation == _SWIGLU else 1
+    return dense_gemm_swiglu.gains(x.shape[0], w1.shape[0] // width, w1.shape[1])
 
 
 def activated_product(
     gemm1: GemmCall,
     gemm2: GemmCall,
+    activation: str,
     x: Operand,
     w1: torch.Tensor,
+    b1: torch.Tensor | None,
     weight: QuantizedTensor | None,
     holds: bool,
 ) -> ActivatedProduct:
@@ -395,13 +402,15 @@ def activated_product(
         assert x.rowwise is not None
         measured = scalars(x.rowwise)
         hidden = dense_gemm_swiglu.dense_gemm_swiglu(*operands, None, amax=measured[0]).hidden
-        act = quantizer.produce_measured(ActivationForward(_SWIGLU, hidden), measured, True, now)
+        act = quantizer.produce_measured(ActivationForward(activation, hidden), measured, True, now)
     elif known is None:
-        hidden = dense_gemm(*operands)
-        act = quantizer.produce(ActivationForward(_SWIGLU, hidden), True, now)
+        hidden = dense_gemm(*operands, bias=b1)
+        act = quantizer.produce(ActivationForward(activation, hidden), True, now)
     else:
         scale, amax = known
-        if holds:
+        if activation == _GELU:
+            hidden, out = dense_gemm_gelu.dense_gemm_gelu(*operands, scale, bias=b1, amax=amax)
+        elif holds:
             held = dense_gemm_swiglu.dense_gemm_swiglu_held(*operands, scale, amax=amax)
             hidden, hidden_scale, out = held
         else:
@@ -413,20 +422,22 @@ def activated_product(
 def hidden_gradient(
     gemm1: GemmCall,
     gemm2: GemmCall,
+    activation: str,
     saved: tuple,
     dy: QuantizedTensor,
     hidden: torch.Tensor,
     hidden_scale: torch.Tensor | None,
     act_scale: torch.Tensor | None,
+    with_dbias: bool,
     columns_later: bool,
     overwrites: bool,
-) -> tuple[QuantizedTensor, torch.Tensor | None]:
+) -> tuple[QuantizedTensor | None, torch.Tensor | None, torch.Tensor | None]:
     """Computes FC2's dgrad and the activation's gradient, and the activation once more.
 
-    Returns ``(d_hidden, act)``; ``act`` has columnwise FP8 data, and is None without ``act_scale``.
-    Frees the rowwise copy of ``dy``; wgrad may then reuse its memory. With ``columns_later`` FC1's
-    dgrad makes the columnwise copy of ``d_hidden``; with ``overwrites`` the rowwise copy may take
-    the memory of ``hidden``.
+    Returns ``(d_hidden, act, d_b1)``; ``d_hidden`` is None if only FC1's bias learns; ``act`` has
+    columnwise FP8 data, and is None without ``act_scale``. Frees the rowwise copy of ``dy``; wgrad
+    may then reuse its memory. With ``columns_later`` FC1's dgrad makes the columnwise copy of
+    ``d_hidden``; with ``overwrites`` the rowwise copy may take the memory of ``hidden``.
     """
     weight, quantizer = gemm2.recast_weight(saved), gemm1.quantizers.grad_output
     act_scale = None if act_scale is None else act_scale[-1:]
@@ -435,10 +446,18 @@ def hidden_gradient(
     )  # fmt: skip
     columnwise = gemm1.need_weight and not columns_later
     scale, amax = quantizer.scale_in_advance() or (None, None)
+    if not (gemm1.need_input or gemm1.need_weight):
+        scale = None  # nothing is cast where only the bias learns
     measured = scalars(hidden) if quantizer.measures else None
-    out = act = d_act = None
+    out = act = d_act = d_b1 = None
     if scale is None and measured is None:
         d_act = dense_gemm(*operands, use_split_accumulator=True)
+    elif activation == _GELU:
+        assert scale is not None
+        out, act, d_b1 = dense_gemm_gelu.dense_gemm_gelu_bwd(
+            *operands, hidden, scale, quantizer.dtype, columnwise=columnwise, amax=amax,
+            act_scale=act_scale, with_dbias=with_dbias,
+        )  # fmt: skip
     else:
         if measured is not None:
             shape = hidden.shape[0], hidden.shape[1] // 2
@@ -450,15 +469,17 @@ def hidden_gradient(
     del weight, operands
     gemm2.drop_rows(dy)
     if out is not None:
-        return shared_scale(out, quantizer.dtype), act
+        return shared_scale(out, quantizer.dtype), act, d_b1
     if act is None and act_scale is not None:
-        forward = ActivationForward(_SWIGLU, hidden, hidden_scale)
+        forward = ActivationForward(activation, hidden, hidden_scale)
         act = forward.fp8(act_scale, gemm2.quantizers.input.dtype, False, True, None, True)[1]
     assert d_act is not None
-    gradient = ActivationBackward(_SWIGLU, d_act, hidden, False, hidden_scale, overwrites)
+    gradient = ActivationBackward(activation, d_act, hidden, with_dbias, hidden_scale, overwrites)
     if measured is None:
-        return quantizer.produce(gradient, gemm1.need_input, columnwise), act
-    return quantizer.produce_measured(gradient, measured, gemm1.need_input, columnwise), act
+        quantized, _ = _quantized_hidden(gemm1, gradient, columns_later)
+    else:
+        quantized = quantizer.produce_measured(gradient, measured, gemm1.need_input, columnwise)
+    return quantized, act, gradient.dbias
 
 
 class LayerNormMLPFunction(OpFunction):
@@ -540,7 +561,7 @@ def _forward(
     holds = call.small and need_hidden
     if fuses:
         hidden, hidden_scale, operand, act_scale = activated_product(
-            gemm1, gemm2, quantized, w1, weight1, holds
+            gemm1, gemm2, activation, quantized, w1, b1, weight1, holds
         )
         part = operand
         del quantized, weight1
@@ -613,9 +634,9 @@ def _backward(ctx: Any, grad_output: Any, grad_norm: Any, grad_residual: Any) ->
     d_w1 = d_b1 = d_w2 = d_act = d_fused = dx = d_gamma = d_beta = None
     # Every step frees what only it needed: the peak is that of bf16 modules or below.
     if gemm2.need_input and ctx.fuses:
-        d_fused, act = hidden_gradient(
-            gemm1, gemm2, saved2, quantized, hidden, hidden_scale, act_scale, later1,
-            hidden_scale is not None and may_overwrite_saved(ctx),
+        d_fused, act, d_b1 = hidden_gradient(
+            gemm1, gemm2, ctx.activation, saved2, quantized, hidden, hidden_scale, act_scale,
+            b1_dtype is not None, later1, hidden_scale is not None and may_overwrite_saved(ctx),
         )  # fmt: skip
         saved2 = saved2 if act is None else (act, *saved2[1:])
         del hidden, act

@@ -34,8 +34,8 @@ class GemmBackend:
             this. A new output gets room for the added rows; an output passed as ``out`` costs a
             copy.
         adds: True if ``multiply`` takes the option ``c``, a tensor that it adds before rounding.
-        fuses_swiglu: True if the kernels of ``ops.dense_gemm_swiglu`` can compute fprop and dgrad
-            of these operands, with equal results.
+        fuses_swiglu: True if the kernels of ``ops.dense_gemm_swiglu`` and ``ops.dense_gemm_gelu``
+            can compute fprop and dgrad of these operands, with equal results.
     """
 
     __slots__ = ("adds", "fuses_swiglu", "split")

@@ -28,6 +28,7 @@ from apex_te.recipe import BlockScaling, CurrentScaling, DelayedScaling, Format
 HIDDEN, FFN, BLOCK_FFN, STEPS = 64, 48, 128, 4
 DELAYED, BLOCKS = DelayedScaling(amax_history_len=4), BlockScaling()
 SWIGLU = {"activation": "swiglu", "normalization": "RMSNorm", "bias": False}
+GELU = {"activation": "gelu", "normalization": "LayerNorm", "bias": True}
 RECIPES = {
     "delayed": DELAYED,
     "first step": FIRST_STEP,
@@ -50,8 +51,8 @@ class Calls:
         self.forward = self.backward = 0
         self._monkeypatch = monkeypatch
         for kind, end in (("forward", ""), ("backward", "_bwd")):
-            for name in (f"dense_gemm_swiglu{end}", f"dense_gemm_swiglu_held{end}"):
-                self._count(kind, binding._functions[name], name)
+            for name in ("dense_gemm_gelu", "dense_gemm_swiglu", "dense_gemm_swiglu_held"):
+                self._count(kind, binding._functions[name + end], name + end)
         for kind, name in (("forward", "swiglu_fwd_block"), ("backward", "swiglu_bwd_block")):
             self._count(kind, swiglu_block, name)
 
@@ -318,7 +319,7 @@ def test_saves_no_activation(device, fused, monkeypatch):
 OTHERS = {
     "bias": ({"bias": True}, DELAYED),
     "geglu": ({"activation": "geglu"}, DELAYED),
-    "gelu": ({"activation": "gelu"}, DELAYED),
+    "quick GELU": ({"activation": "qgelu"}, DELAYED),
     "float32": ({"params_dtype": torch.float32}, DELAYED),
     "split fprop": ({}, DelayedScaling(use_split_accumulator=(True, True, True))),
     "fast dgrad": ({}, DelayedScaling(use_split_accumulator=(False, False, True))),
@@ -461,10 +462,11 @@ class TestOnGPU:
         module.zero_grad()
         return found
 
-    def test_large_layer(self, monkeypatch):
+    @pytest.mark.parametrize("model", [SWIGLU, GELU], ids=["swiglu", "gelu"])
+    def test_large_layer(self, monkeypatch, model):
         """At sizes that take the kernels by themselves, against the products of cuBLASLt."""
         torch.manual_seed(0)
-        module = LayerNormMLP(4096, 12288, device="cuda", params_dtype=torch.bfloat16, **SWIGLU)
+        module = LayerNormMLP(4096, 12288, device="cuda", params_dtype=torch.bfloat16, **model)
         x = torch.randn(2055, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         dy = torch.randn_like(x)
         results = []
@@ -480,10 +482,11 @@ class TestOnGPU:
             error = (own.double() - other.double()).norm()
             assert error <= 0.02 * other.double().norm()
 
+    @pytest.mark.parametrize("model", [SWIGLU, GELU], ids=["swiglu", "gelu"])
     @pytest.mark.parametrize("kind", ["graph", "compiled"])
-    def test_graph_and_compiled_are_equal(self, fused, kind):
+    def test_graph_and_compiled_are_equal(self, fused, kind, model):
         torch.manual_seed(2)
-        module = LayerNormMLP(WIDTH, FFN, device="cuda", params_dtype=torch.bfloat16, **SWIGLU)
+        module = LayerNormMLP(WIDTH, FFN, device="cuda", params_dtype=torch.bfloat16, **model)
         other = copy.deepcopy(module)
         compiled = torch.compile(other, fullgraph=True)
         run = graphed(other, DELAYED) if kind == "graph" else compiled
