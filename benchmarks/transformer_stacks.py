@@ -168,7 +168,7 @@ def peak_bytes(run: Callable[[], Any], module: torch.nn.Module) -> tuple[int, in
 
 
 def with_fused_swiglu(fused: bool, run: Callable[[], None]) -> Callable[[], None]:
-    """Returns a step whose modules have SwiGLU in the epilogues of products, always or never."""
+    """Returns a step whose MLPs have SwiGLU or GELU in products' epilogues, always or never."""
     sizes = ("_MIN_ROWS", "_MIN_DEPTH", "_MIN_WORK")
 
     def step() -> None:
