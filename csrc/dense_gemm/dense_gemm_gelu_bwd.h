@@ -24,9 +24,11 @@ struct GeluGradient : GradientEpilogue<GeluGradient<V, Format, kWithAct>, V, 1> 
   using Base::Base;
 
   // Hidden of a lane's two rows comes through shared memory: 16 bytes for each lane of a warp, then
-  // the same of the second row. So it needs no registers while it comes.
+  // the same of the second row. So it needs no registers while it comes. The lane's place is not
+  // added: of a copy to a uniform address and a register, with a cache policy, ptxas 13.0 makes an
+  // illegal instruction.
   __device__ __forceinline__ uint32_t slot_of(int half) const {
-    return exchange.hidden() + (half * kEpilogueWarps + warp()) * kHalfBytes + lane() * 16;
+    return (exchange.hidden() + (half * kEpilogueWarps + warp()) * kHalfBytes) ^ lane() * 16;
   }
   template <int kHalf>
   __device__ __forceinline__ void copy_hidden(const Cursor& at) const {
