@@ -14,7 +14,9 @@ WARM_STEPS, STEPS = 40, 5
 # The first that fits a kernel's name; cuDNN's attention has "sdpa" in it.
 FAMILIES = {
     "attention": re.compile(r"sdpa|fmha|flash|attention|softmax_lse|dot_do_o|convert_dq", re.I),
-    "products": re.compile(r"gemm|nvjet|xmma|cutlass|wgmma|splitk|cublas|gated_gradient", re.I),
+    "products": re.compile(
+        r"gemm|nvjet|xmma|cutlass|wgmma|splitk|cublas|gradient_kernel<apex_te::Variant", re.I
+    ),
 }
 REST = "rest"
 
