@@ -368,8 +368,9 @@ def takes(
             return False
     if gemm2.options.save_original:
         return False
-    width = 2 if activation == _SWIGLU else 1
-    return dense_gemm_swiglu.gains(x.shape[0], w1.shape[0] // width, w1.shape[1])
+    is_gated = activation == _SWIGLU
+    features = w1.shape[0] // (2 if is_gated else 1)
+    return dense_gemm_swiglu.gains(x.shape[0], features, w1.shape[1], is_gated)
 
 
 def activated_product(

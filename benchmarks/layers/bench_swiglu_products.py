@@ -43,7 +43,8 @@ MODELS = {
 
 
 def row(tokens: int, hidden: int, features: int, options: argparse.Namespace) -> dict[str, Any]:
-    taken = dense_gemm_swiglu.gains(tokens, features, hidden)
+    is_gated = options.activation == "swiglu"
+    taken = dense_gemm_swiglu.gains(tokens, features, hidden, is_gated)
     torch.manual_seed(0)
     module = apex_te.LayerNormMLP(
         hidden, features, activation=options.activation, params_dtype=stacks.DTYPE, device="cuda",

@@ -347,6 +347,8 @@ def test_sizes_and_switch(monkeypatch):
     assert not op.gains(2048, 8192, 2048)
     assert not op.gains(8192, 14328, 4096)
     assert not op.gains(8192, 14336, 4104)
+    assert op.gains(8192, 12288, 3072, is_gated=False)
+    assert not op.gains(8192, 8192, 2048, is_gated=False)
     monkeypatch.setattr(op, "is_active", False)
     assert not op.gains(8192, 14336, 4096)
 
