@@ -157,6 +157,8 @@ def cast_source(
     activation = getattr(source, "activation", "silu")
     gate = dict(zip(GATE, gate_arguments(_OP, activation), strict=True))
     fields = {name: x for name, x in source._asdict().items() if name != "activation"}
+    if not isinstance(source, Gather):
+        _checks.has_dtype(_OP, "factor", source.factor, ["float32"], [shape[0]])
     scales = () if in_blocks else scaling
 
     def composed(fields: Any, table: Any, scales: Any) -> Any:

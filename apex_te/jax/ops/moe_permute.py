@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from ...runtime.scratch_sizes import map_tiles
@@ -282,8 +283,7 @@ def _rows_of(
 ) -> tuple[dict[str, Any], dict[str, Any], Any]:
     """Returns what a permutation reads and writes of rows and probs, and the dtype of the rows."""
     inp = _checks.two_dimensional(_OP, "inp", inp)
-    if num_rows < 0:
-        raise ValueError(f"{_OP}: num_out_tokens must be at least 0, got {num_rows}")
+    num_rows = _row_count("num_out_tokens", num_rows)
     tokens, width = _map_shape(name, row_id_map)
     matrix = _checked_rows(name, inp)
     _checks.has_shape(name, "inp", matrix, (tokens, inp.shape[1]))
@@ -292,6 +292,15 @@ def _rows_of(
         given["probs"] = _checked_probs(name, probs, matrix.dtype, (tokens, width))
         results["permuted_probs"] = _S((num_rows,), given["probs"].dtype)
     return given, results, inp.dtype
+
+
+def _row_count(name: str, value: Any) -> int:
+    """Returns ``value``, which must be an int that is not negative."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"{_OP}: {name} must be an int, got {type(value).__name__}")
+    if value < 0:
+        raise ValueError(f"{_OP}: {name} must be at least 0, got {value}")
+    return int(value)
 
 
 def _checked_rows(name: str, inp: jax.Array) -> jax.Array:
@@ -355,10 +364,10 @@ def tokens_of_rows(
         copy has token -1 and prob 0.
 
     Raises:
-        TypeError: an argument has a dtype that is not listed.
-        ValueError: a shape does not match.
+        TypeError: an argument has a dtype that is not listed, or ``num_rows`` is no int.
+        ValueError: a shape does not match, or ``num_rows`` is negative.
     """
-    name = "moe_tokens_of_rows"
+    name, num_rows = "moe_tokens_of_rows", _row_count("num_rows", num_rows)
     tokens, width = _map_shape(name, row_id_map)
     results, given = {"out": _S((num_rows,), jnp.int32)}, {"row_id_map": row_id_map}
     if probs is not None:

@@ -214,6 +214,7 @@ CALLS = {
         given(TOKENS, ROW_MAP, 4, TOKENS),
         given(TOKENS, ROW_MAP, 4, Z(5, 3).half()),
     ],
+    "moe_permute.tokens_of_rows": [given(ROW_MAP, -1)],
     "moe_permute.unpermute": [given(TOKENS, ROW_MAP, TOKENS)],
     "moe_permute.make_chunk_map": [given(TOKENS, ROUTES[0], 4)],
     "grouped_quantize.groups_of": [
@@ -275,3 +276,18 @@ def test_the_error_is_torchs(name, args, options):
         return lambda: getattr(getattr(module, owner), function)(*filled, **named)
 
     refused(of(ops, to_arrays), of(torch_ops, lambda value: value))
+
+
+def test_arguments_that_torch_takes_otherwise():
+    jnp = pytest.importorskip("jax.numpy")
+    for factor, text in [
+        (None, "factor must be a jax.Array, got NoneType"),
+        (jnp.ones(39), r"factor must have shape \[40\], got \[39\]"),
+    ]:
+        groups = ops.grouped_quantize.groups_of(jnp.asarray(SPLITS.numpy()), 40)
+        source = ops.grouped_cast.Gated(jnp.zeros((40, 64)), factor)
+        scales = ops.grouped_cast.GroupScales(jnp.ones(4))
+        with pytest.raises((TypeError, ValueError), match=text):
+            ops.grouped_cast.cast_source(source, groups, jnp.float8_e4m3fn, scales)
+    with pytest.raises(TypeError, match="num_rows must be an int, got float"):
+        ops.moe_permute.tokens_of_rows(jnp.asarray(ROW_MAP.numpy()), 2.5)
