@@ -53,11 +53,13 @@ demo: env
 # What Python compiled is kept, whatever the environment says: many tests start processes.
 test test-l1: export PYTHONDONTWRITEBYTECODE =
 
-# FILES="tests/L0/ops/test_rope.py ..." runs these alone.
+# FILES="tests/L0/ops/test_rope.py ..." runs these alone. Otherwise all libraries are compiled first, on
+# all cores: the tests would wait for one after the other.
 test: env
 ifdef FILES
 	$(PY) -m pytest $(FILES)
 else
+	-$(PY) -m apex_te build --device cpu
 	$(PY) -m pytest $(TESTFLAGS) tests/L0
 	$(PY) tests/cpp/run.py
 endif
