@@ -255,7 +255,7 @@ def test_fp8(device, poison, shape, dtype):
 @in_pairs(activation=ACTIVATIONS, dtype=DTYPES, fp8=FP8)
 def test_fp8_every_activation_with_bias(device, poison, fp8, dtype, activation):
     two = activation in ("silu", "relu")
-    rows = 1037 if device.type == "cuda" else 517  # enough for a CPU's table of all values
+    rows = 1037 if device.type == "cuda" else 133  # three tiles of a CPU
     check_fp8(device, (rows, 528), dtype, fp8, activation, two=two, bias=True)
 
 
