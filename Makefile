@@ -36,7 +36,7 @@ help:
 	@echo "make docs       the documentation site, in build/site; needs no torch"
 	@echo "make docs-test  opens it in a browser, and runs the notebooks and slow examples of the pages"
 	@echo "make lint       ruff, clang-format, docstrings and mypy"
-	@echo "make cuda       compile every .cu for every arch, where nvcc is found"
+	@echo "make cuda       compile every .cu for an arch of each code path, where nvcc is found"
 	@echo "make sanitize   the ops' tests and a fuzz under ASAN and UBSAN (minutes)"
 	@echo "make hip-check  compile every .cu for AMD GPUs, where hipcc is found"
 	@echo "make dist       an sdist and wheels in dist/; WHEELS=\"pure cpu\" names which (scripts/dist.py)"
@@ -53,11 +53,13 @@ demo: env
 # What Python compiled is kept, whatever the environment says: many tests start processes.
 test test-l1: export PYTHONDONTWRITEBYTECODE =
 
-# FILES="tests/L0/ops/test_rope.py ..." runs these alone.
+# FILES="tests/L0/ops/test_rope.py ..." runs these alone. Otherwise all libraries are compiled first, on
+# all cores: the tests would wait for one after the other.
 test: env
 ifdef FILES
 	$(PY) -m pytest $(FILES)
 else
+	-$(PY) -m apex_te build --device cpu
 	$(PY) -m pytest $(TESTFLAGS) tests/L0
 	$(PY) tests/cpp/run.py
 endif

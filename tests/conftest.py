@@ -1,5 +1,6 @@
 """Fixtures shared by all tests: the device under test and poisoned memory."""
 
+import ctypes
 import gc
 import os
 import sys
@@ -13,6 +14,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
     threads = len(os.sched_getaffinity(0)) // int(workers)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, threads)))
+# glibc gives large blocks back to the system, and takes new pages for each tensor: a quarter of the
+# CPU time of the ops' tests. Kept from here on (-3 is M_MMAP_THRESHOLD, -1 M_TRIM_THRESHOLD).
+if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
+    mallopt(-3, 1 << 28)
+    mallopt(-1, 1 << 29)
 # Before the first product on a GPU: PyTorch looks once, and refuses products while
 # torch.use_deterministic_algorithms is on unless it has found this.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

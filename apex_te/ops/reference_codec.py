@@ -24,21 +24,21 @@ def encode_fp8(values: torch.Tensor, fp8_dtype: torch.dtype) -> torch.Tensor:
     instruction set: NaN becomes 0x80, and a value that rounds to zero loses its sign.
     """
     max_bits, min_normal_bits, shift, bias, magic = _FORMATS[fp8_dtype]
-    bits = values.contiguous().view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+    bits = values.contiguous().view(torch.int32)
     sign = (bits >> 24) & 0x80
     magnitude = bits & 0x7FFFFFFF
     clamped = magnitude.clamp(max=max_bits)
     half = (1 << (shift - 1)) - 1
     normal = (clamped - ((127 - bias) << 23) + half + ((clamped >> shift) & 1)) >> shift
-    small = clamped.clamp(max=min_normal_bits).to(torch.int32).view(torch.float32).double()
-    # torch.round rounds half to even; one step is the smallest subnormal.
+    small = clamped.clamp(max=min_normal_bits).view(torch.float32)
+    # torch.round rounds half to even; one step is the smallest subnormal, so the quotient is exact.
     step = magic * 2.0**-23
-    subnormal = torch.round(small / step).to(torch.int64)
+    subnormal = torch.round(small / step).to(torch.int32)
     codes = torch.where(clamped < min_normal_bits, subnormal, normal)
     is_fnuz = fp8_dtype in _FNUZ
     codes = torch.where((codes == 0) & is_fnuz, codes, codes | sign)
     nan = 0x80 if is_fnuz else 0x7F
-    codes = torch.where(magnitude > 0x7F800000, torch.full_like(codes, nan), codes)
+    codes = torch.where(magnitude > 0x7F800000, nan, codes)
     return codes.to(torch.uint8).view(fp8_dtype)
 
 

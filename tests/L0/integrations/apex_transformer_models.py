@@ -8,7 +8,7 @@ from apex_te.integrations.apex.transformer import parallel_state, pipeline_paral
 from apex_te.integrations.apex.transformer.layers import FusedLayerNorm
 from apex_te.integrations.apex.transformer.pipeline_parallel import utils
 
-STEPS = 20
+STEPS = 12
 VOCABULARY, HIDDEN, LENGTH, BATCH = 32, 16, 8, 4
 
 

@@ -255,7 +255,8 @@ def test_fp8(device, poison, shape, dtype):
 @in_pairs(activation=ACTIVATIONS, dtype=DTYPES, fp8=FP8)
 def test_fp8_every_activation_with_bias(device, poison, fp8, dtype, activation):
     two = activation in ("silu", "relu")
-    check_fp8(device, (1037, 528), dtype, fp8, activation, two=two, bias=True)
+    rows = 1037 if device.type == "cuda" else 133  # three tiles of a CPU
+    check_fp8(device, (rows, 528), dtype, fp8, activation, two=two, bias=True)
 
 
 @pytest.mark.parametrize("position", [(0, 0), (63, 127), (64, 128), (127, 255), (200, 303)])
