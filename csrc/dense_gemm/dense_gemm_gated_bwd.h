@@ -140,23 +140,17 @@ struct GatedGradient
 
   __device__ __forceinline__ uint32_t acts() const { return exchange.act() + warp() * kKindBytes; }
 
-  // What a lane reads of its row of a half, 0 or 1. Both rows are read before the first is worked
-  // on: products of the next tile leave shared memory little time.
-  struct Row {
-    Hidden hidden;
-    uint4 grads;
-  };
-  template <int kHalf>
-  __device__ __forceinline__ Row row_of(int part, int which) const {
+  // A lane's row of a half, 0 or 1.
+  template <int kHalf, typename Copy>
+  __device__ __forceinline__ Codes row_step(int part, const Cursor& at, int which,
+                                            const Copy& copy_next) {
     const uint32_t row = warp() * 32 + kHalf * kHalfRows + 2 * pair() + which;
-    return {hidden_of<kHalf>(which),
-            load_shared(exchange.tile + place_in_tile(part, row, right()))};
-  }
-  template <int kHalf>
-  __device__ __forceinline__ Codes row_step(const Row& row, const Cursor& at, int which) {
     const bool exists = at.has(kHalf * kHalfRows + which);
-    if (!kCodes && exists) store_grads<kHalf>(at, which, row.grads);
-    const Codes codes = differentiate(row.hidden.gates, row.hidden.ups, row.grads, exists);
+    const Hidden hidden = hidden_of<kHalf>(which);
+    const uint4 grads = load_shared(exchange.tile + place_in_tile(part, row, right()));
+    copy_next();
+    if (!kCodes && exists) store_grads<kHalf>(at, which, grads);
+    const Codes codes = differentiate(hidden.gates, hidden.ups, grads, exists);
     if (kCodes && exists) {
       uint8_t* to = p.gated.rowwise + at.before + (kHalf * kHalfRows + which) * 2 * p.g.n;
       store_row(to, codes.gates);
@@ -167,9 +161,8 @@ struct GatedGradient
   template <int kHalf, typename Copy>
   __device__ __forceinline__ void step(int part, const Cursor& at, const Copy& copy_next) {
     asm volatile("cp.async.wait_group 1;" ::: "memory");
-    const Row row = row_of<kHalf>(part, 0), row_1 = row_of<kHalf>(part, 1);
-    copy_next();
-    const Codes codes = row_step<kHalf>(row, at, 0), codes_1 = row_step<kHalf>(row_1, at, 1);
+    const Codes codes = row_step<kHalf>(part, at, 0, [] {});
+    const Codes codes_1 = row_step<kHalf>(part, at, 1, copy_next);
     __syncwarp();  // all have read what the codes take the place of
     const uint32_t unit = unit_of_lane(kHalf) * 16;
     const uint32_t to = half_of(part, kHalf) + unit;

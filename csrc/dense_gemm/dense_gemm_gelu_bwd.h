@@ -71,20 +71,16 @@ struct GeluGradient : GradientEpilogue<GeluGradient<V, Format, kWithAct>, V, 1> 
     return codes;
   }
 
-  // What a lane reads of its row of a half, 0 or 1; as in GatedGradient both before their use.
-  struct Row {
-    uint4 hidden, grads;
-  };
-  template <int kHalf>
-  __device__ __forceinline__ Row row_of(int part, int which) const {
+  // A lane's row of a half, 0 or 1.
+  template <int kHalf, typename Copy>
+  __device__ __forceinline__ Codes row_step(int part, const Cursor& at, int which,
+                                            const Copy& copy_next) {
     const uint32_t row = warp() * 32 + kHalf * kHalfRows + 2 * pair() + which;
-    return {load_shared(slot_of(kHalf) + which * 512),
-            load_shared(exchange.tile + place_in_tile(part, row, right()))};
-  }
-  template <int kHalf>
-  __device__ __forceinline__ Codes row_step(const Row& row, const Cursor& at, int which) {
     const bool exists = at.has(kHalf * kHalfRows + which);
-    const Codes codes = differentiate(row.hidden, row.grads, exists, kHalf == 0 && which == 0);
+    const uint4 hidden = load_shared(slot_of(kHalf) + which * 512);
+    const uint4 grads = load_shared(exchange.tile + place_in_tile(part, row, right()));
+    copy_next();
+    const Codes codes = differentiate(hidden, grads, exists, kHalf == 0 && which == 0);
     if (exists)
       store_row(p.gated.rowwise + at.before + (kHalf * kHalfRows + which) * p.g.n, codes.grads);
     return codes;
@@ -92,9 +88,8 @@ struct GeluGradient : GradientEpilogue<GeluGradient<V, Format, kWithAct>, V, 1> 
   template <int kHalf, typename Copy>
   __device__ __forceinline__ void step(int part, const Cursor& at, const Copy& copy_next) {
     asm volatile("cp.async.wait_group 1;" ::: "memory");
-    const Row row = row_of<kHalf>(part, 0), row_1 = row_of<kHalf>(part, 1);
-    copy_next();
-    const Codes codes = row_step<kHalf>(row, at, 0), codes_1 = row_step<kHalf>(row_1, at, 1);
+    const Codes codes = row_step<kHalf>(part, at, 0, [] {});
+    const Codes codes_1 = row_step<kHalf>(part, at, 1, copy_next);
     __syncwarp();  // all have read what the codes take the place of
     const uint32_t to = half_of(part, kHalf) + unit_of_lane(kHalf) * 16;
     store_both(to, codes.grads, codes_1.grads);
