@@ -364,7 +364,7 @@ def tokens_of_rows(
         copy has token -1 and prob 0.
 
     Raises:
-        TypeError: an argument has a dtype that is not listed, or ``num_rows`` is no int.
+        TypeError: an argument has a dtype that is not listed, or ``num_rows`` is not an int.
         ValueError: a shape does not match, or ``num_rows`` is negative.
     """
     name, num_rows = "moe_tokens_of_rows", _row_count("num_rows", num_rows)
