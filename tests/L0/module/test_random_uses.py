@@ -49,7 +49,7 @@ CHECKPOINTS = {
     "not reentrant": lambda model, x: checkpoint(model, x, use_reentrant=False),
 }
 BETWEEN = ["copy", "load", "save and load", "keep weights or not", "evaluate", None, None]
-SEEDS = [pytest.param(n, marks=pytest.mark.long if n >= 200 else ()) for n in range(1000)]
+SEEDS = [pytest.param(n, marks=pytest.mark.long if n >= 100 else ()) for n in range(1000)]
 
 
 @pytest.fixture(autouse=True)
