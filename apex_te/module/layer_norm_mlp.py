@@ -318,9 +318,9 @@ class LayerNormMLP(NormedModule):
 
 # GEMMs with fused SwiGLU or GELU, for schemes that know the scale before the data (delayed
 # scaling), whose epilogues write FP8 data, or, with SwiGLU, compute it from the amax (current
-# scaling), which their epilogues find. A first delayed scale, too, needs the tensor: the same
-# kernels multiply, and the activation follows by itself; the bits are equal but for those of a
-# bias's gradient. Block scales are found in the high-precision result, which these kernels do not
+# scaling), which their epilogues find. A first delayed scale needs the tensor as well: the same
+# kernels multiply, and the activation runs separately, with equal bits except for a bias's
+# gradient. Block scales are found in the high-precision result, which these kernels do not
 # write.
 _GELU, _SWIGLU = "gelu", "swiglu"
 _Operands = tuple[Any, Any, Any, Any]

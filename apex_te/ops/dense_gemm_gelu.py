@@ -21,7 +21,7 @@ from .gemm_common import check_operands, prepare
 _lib = runtime.ops("dense_gemm")
 
 _GROUP = 16  # columns: rows of FP8 data begin at multiples of 16 bytes
-_SUM_ROWS = 32  # of a line of the workspace (csrc/dense_gemm/dense_gemm.h)
+_SUM_ROWS = 32  # rows that a line of the workspace sums (csrc/dense_gemm/dense_gemm.h)
 _SPLIT = 512
 
 
@@ -222,7 +222,7 @@ def _run_bwd(a, b, a_scale_inv, b_scale_inv, hidden, *rest):
         return
     scale, rowwise, columnwise, amax, scale_inv, act_scale, act, dbias, lines, promotion = rest
     grad = a.new_empty(hidden.shape, dtype=torch.bfloat16)
-    if lines is not None:  # that op's have more rows
+    if lines is not None:  # bias_gelu sums more rows in a line
         lines = lines[: -(-len(a) // bias_gelu.TILE_ROWS)]
     with _named("dense_gemm_gelu_bwd"):
         dense_gemm.multiply_into(a, b, a_scale_inv, b_scale_inv, grad, None, None, False, promotion)

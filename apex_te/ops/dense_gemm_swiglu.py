@@ -24,8 +24,8 @@ _BLOCK = 128
 _SPLIT = 512
 # On an H200 an MLP of 1.2e11 multiplications (M x F x K) gains 2 to 4%, one of 1.5e11 or more with
 # a K of 768 or 1024 -1 to 1%. In one of 3.4e10 the host takes longer than the GPU, and longer for
-# these kernels. With GELU a K of 4096 or more gains 0 to 1.5%, 3072 nothing but an eighth less
-# memory, 2048 loses 2 to 9%.
+# these kernels. With GELU a K of 4096 or more gains 0 to 1.5%; 3072 gains only memory, an
+# eighth; 2048 loses 2 to 9%.
 _MIN_ROWS, _MIN_DEPTH, _MIN_WORK = 2048, 1536, 10**11
 
 is_active: bool = env.boolean("APEX_TE_FUSED_SWIGLU", True)

@@ -87,7 +87,7 @@ namespace apex_te {
 // bytes.
 constexpr int64_t kGatedGroup = 16;
 
-// Rows of which a line of the workspace of dbias has the sums.
+// Rows that one line of the dbias workspace sums.
 constexpr int kSumRows = 32;
 
 // Of `cache`.

@@ -110,7 +110,7 @@ NORMED = {
     ids=["delayed, no wgrad", "tensorwise, no wgrad", "high precision", "delayed"],
 )
 def test_calls_without_gradients_have_the_same_bits(device, kind, recipe):
-    """As the first forward of a reentrant checkpoint: with a bf16 wgrad the input is rounded."""
+    """The first forward of a reentrant checkpoint rounds the input as the training step does."""
     torch.manual_seed(1)
     first = NORMED[kind](device=device, params_dtype=torch.bfloat16)
     x = torch.randn(32, 64, device=device).bfloat16()

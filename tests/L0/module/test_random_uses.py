@@ -60,7 +60,7 @@ def _fused(monkeypatch):
 
 
 def drawn(seed):
-    """What is trained, and how."""
+    """Draws a model, its training options, and uses that must not change the results."""
     pick = random.Random(seed)
     model = {
         "kind": pick.choice(["MLP", "MLP", "layer", "linears"]),
@@ -103,7 +103,7 @@ def build(kind, activation, **options):
 
 
 def changed(model, optimizer, options, make, keeps, what):
-    """The model and optimizer after something that must not change a bit."""
+    """Applies a change that must keep all bits; returns the model, optimizer and kept flag."""
     state = copy.deepcopy(optimizer.state_dict())
     if what == "copy":
         model = copy.deepcopy(model)

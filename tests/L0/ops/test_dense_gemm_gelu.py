@@ -147,7 +147,7 @@ def test_backward_of_nan_and_infinity(device):
 
 
 def test_backward_of_large_and_small_inputs(device):
-    """Where gelu's derivative is 0 or 1, or nearly, and where it is least."""
+    """Inputs where GELU saturates, and around the minimum of its derivative."""
     x = backward_operands(96, 64, 48, E5M2, device)
     values = torch.linspace(-12, 12, 96, device=device)
     values[::9] *= 2.0 ** torch.arange(-60, 50, 10, device=device)
